@@ -7,7 +7,8 @@ STAMP := $(VENV)/.honed-setup
 # The engine: vLLM's CUDA build where there is an NVIDIA GPU, else its CPU build. ENGINE=cpu|vllm overrides.
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
-.PHONY: setup demo test test-faults test-runners test-parallel test-calibrate test-api test-systemd test-observability
+.PHONY: setup demo test test-faults test-proofs test-trees test-runners test-parallel test-calibrate test-api test-systemd
+.PHONY: test-observability test-zoo
 .PHONY: contract lint structure typecheck dashboards docs reference dist clean help
 .PHONY: bench gpu
 
@@ -15,6 +16,9 @@ help:
 	@echo "make demo           the whole loop on a running vLLM server, 8 to 10 minutes; leaves demo-out/report.html"
 	@echo "make test           all tests that need no GPU, no root and no other tools, the real engine included"
 	@echo "make test-faults    the tests of every fault that was found by attack, some minutes; the last line is JSON"
+	@echo "make test-proofs    statistical properties of many random runs, some 3 minutes"
+	@echo "make test-trees     draft trees on running vLLMs of both model runners, some 5 minutes"
+	@echo "make test-zoo       toy pairs of every published kind of target and drafter on running vLLMs, some 25 minutes"
 	@echo "make test-runners   one suite on both model runners of vLLM, V1 and V2, each with both schedulers"
 	@echo "make test-observability  dashboards, alerts and the status page with real Prometheus and Chromium"
 	@echo "make test-parallel  two tensor-parallel ranks and two data-parallel replicas of vLLM with honed"
@@ -62,6 +66,16 @@ test-faults: setup
 	@echo "== what attacks have found, and what was mended since (some 4 minutes on two cores)"
 	@$(BIN)/python -m tests.faults
 
+test-proofs: setup
+	@echo "== properties that only many random runs show: intervals cover, memories forget, the canary errs rarely (some 3 minutes)"
+	@HONED_TEST_PROOFS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m proof tests/adapt tests/benchmarks
+
+test-trees: setup
+	@echo "== draft trees on running vLLMs, both model runners (v2 without a GPU: under Triton's interpreter), some 5 minutes"
+	@for runner in v1 v2 v2-async; do \
+	  HONED_TEST_RUNNER=$$runner $(BIN)/python -m pytest tests/e2e/test_trees.py tests/e2e/test_trees_modes.py tests/e2e/test_trees_v2.py \
+	    || failed=1; done; test -z "$$failed"
+
 test-runners: setup
 	@for runner in v1 v1-async v2 v2-async; do \
 	  echo "== one suite on vLLM's model runner $$runner (v2 without a GPU: under Triton's interpreter)"; \
@@ -69,7 +83,7 @@ test-runners: setup
 	done; test -z "$$failed"
 
 # vLLM imports torchvision with every model that takes images. Its wheel isn't for the CPU build, so it stays out of .venv.
-build/zoo/torchvision:
+build/zoo/torchvision: | $(STAMP)
 	@$(BIN)/python -m pip install --quiet --no-deps --target build/zoo torchvision==0.28.0
 test-zoo: setup build/zoo/torchvision
 	@echo "== pairs of every published kind at toy size, on a running vLLM with honed (some 25 minutes on two cores)"
@@ -94,7 +108,7 @@ test-observability: setup
 	@HONED_TEST_OBSERVABILITY=1 HONED_PICTURES=$(PICTURES) $(BIN)/python -m pytest tests/dashboards tests/observability
 
 test-calibrate: setup
-	@echo "== honed calibrate and honed retention on running vLLMs: an untrained drafter is trained, two targets are compared (some 7 minutes)"
+	@echo "== honed calibrate and honed retention on running vLLMs: an untrained drafter is trained, two targets are compared (some 11 minutes)"
 	@HONED_TEST_CALIBRATE=1 $(BIN)/python -m pytest -s tests/e2e/test_calibrate.py tests/e2e/test_retention.py
 
 test-parallel: setup
@@ -133,9 +147,10 @@ contract: setup
 	@$(BIN)/python -m pytest tests/attach/contract/test_contract.py
 
 # Every benchmark is one module of benchmarks/, which says in its docstring what it measures and how long it takes.
-BENCHMARKS := decide hotpath scrape regret trees kernels against-vllm canary gate swap capture yield overhead recalib adapt
+BENCHMARKS := decide hotpath scrape regret trees trees-replay kernels against-vllm canary gate swap capture yield overhead recalib adapt
 MODULE_kernels := kernel_bench
 MODULE_yield := yielding
+MODULE_trees-replay := simulated.trees_replay
 bench: $(BENCHMARKS:%=bench-%)
 
 # ONLY="kernels time-slices" runs these parts, RESUME=1 those that have no good result in the result file.
@@ -143,8 +158,9 @@ gpu: setup
 	@echo "== everything that only a CUDA GPU can show (about nine minutes; without a GPU a dry run)"
 	@$(BIN)/python -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(if $(RESUME),--resume)
 
-bench-scrape bench-regret bench-trees bench-kernels bench-against-vllm bench-canary bench-gate: export OMP_NUM_THREADS = 1
-bench-scrape bench-regret bench-trees bench-kernels bench-against-vllm bench-canary bench-gate: export OPENBLAS_NUM_THREADS = 1
+bench-scrape bench-regret bench-trees bench-trees-replay bench-kernels bench-against-vllm bench-canary bench-gate: export OMP_NUM_THREADS = 1
+bench-scrape bench-regret bench-trees bench-trees-replay bench-kernels bench-against-vllm bench-canary bench-gate: export OPENBLAS_NUM_THREADS = 1
+bench-recalib: build/zoo/torchvision
 bench-%: setup
 	@echo "== benchmarks/$(or $(MODULE_$*),$(subst -,_,$*)).py"
 	@$(BIN)/python -m benchmarks.$(or $(MODULE_$*),$(subst -,_,$*))

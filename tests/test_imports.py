@@ -30,6 +30,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
     "adapt": ({"protocol"}, {"acceptance"}, {"steps", "monitor"}, {"lengths"}, {"control"}, {"replay"}, {"trees"}),
     "attach": (
         {"contract", "events", "swap"},
+        {"trees"},
         {"runner", "engine"},
         {"capture"},
         {"plugin", "scheduler", "worker"},

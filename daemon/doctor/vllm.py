@@ -29,11 +29,17 @@ ReadConfig = Callable[[str], dict[str, Any] | None]
 """A checkpoint's config.json; None if it isn't a folder on this machine."""
 
 
-def check_command(command: VllmCommand, subject: str, read_config: ReadConfig) -> Iterator[Check]:
-    """Check a command's flags and its drafter."""
+def check_command(command: VllmCommand, subject: str, read_config: ReadConfig, *, has_trees: bool = False) -> Iterator[Check]:
+    """Check a command's flags and its drafter.
+
+    Args:
+        has_trees: HONED_TREES is set for it.
+    """
     target = read_config(command.model) if command.model else None
     drafter = read_config(command.drafter) if command.drafter else None
     found = [*_attaches(command, subject), *_speculates(command, subject), *_trains(command, subject, target, drafter)]
+    if not has_trees and drafter is not None:
+        found += _fits_block(command, subject, drafter)
     yield from found
     for text in command.unreadable:
         yield Check(subject, "error", text, 'Quote it for the shell: --speculative-config \'{"method":"dflash",…}\'.')
@@ -72,7 +78,8 @@ def check_process(
             f"{_join(group)}, then restart vLLM: it reads groups at its start.",
         )
     yield from check_registry(process, registry, subject)
-    yield from check_command(process.command, subject, read_config)
+    has_trees = (process.environment or {}).get("HONED_TREES", "0").lower() not in ("", "0", "false", "no")
+    yield from check_command(process.command, subject, read_config, has_trees=has_trees or process.environment is None)
 
 
 def check_registry(process: VllmProcess, registry: Path, subject: str) -> Iterator[Check]:
@@ -181,6 +188,15 @@ def check_pair(
         yield Check(subject, "warning", text, cure)
 
 
+def _fits_block(command: VllmCommand, subject: str, drafter: dict[str, Any]) -> Iterator[Check]:
+    """Without draft trees, slots beyond the drafter's block are drafts that no drafter was trained for."""
+    block, slots = drafter.get("block_size"), command.speculative.get("num_speculative_tokens")
+    if command.method == "dflash" and isinstance(block, int) and isinstance(slots, int) and slots > block - 1 > 0:
+        text = f"drafts {slots} tokens, but the drafter's block has {block - 1}: those beyond are hardly ever accepted"
+        cure = f"Set num_speculative_tokens to {block - 1}; or HONED_TREES=1 for vLLM, if they are slots for draft trees."
+        yield Check(subject, "warning", text, cure)
+
+
 def _attaches(command: VllmCommand, subject: str) -> Iterator[Check]:
     scheduler, extension = command.scheduler_cls, command.worker_extension_cls
     if command.config_file and not (scheduler and extension):
@@ -221,6 +237,8 @@ def _trains(
     """Give the engine's answer in advance, as far as files and flags tell."""
     if not command.speculative:
         return
+    if command.method == "mtp" and drafter is None:
+        drafter = target  # the head is part of it
     try:
         pair = Pair(
             method=command.method,

@@ -70,6 +70,8 @@ class Engine:
     controller: Any = None
     awaits_controller: bool = False
     """True while a controller is being made from the stored log."""
+    learned_seq: int = 0
+    """The controller has learned this boot's batches up to this one from the log."""
     status: EngineStatus | None = None
     policy: Policy | None = None
     policy_sent_s: float = float("-inf")

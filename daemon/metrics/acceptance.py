@@ -52,6 +52,14 @@ def _totals(rounds: Rounds) -> Iterator[Metric]:
             "emitted_tokens",
         ),
         ("honed_delivered_tokens", "Tokens of these up to their request's end.", "delivered_tokens"),
+        ("honed_tree_rounds", "Verify rounds with a draft tree.", "tree_rounds"),
+        ("honed_tree_nodes", "Nodes of these trees; they are among the draft tokens.", "tree_nodes"),
+        ("honed_tree_accepted_tokens", "Nodes accepted; they are among the accepted tokens.", "tree_accepted_tokens"),
+        (
+            "honed_tree_chain_accepted_tokens",
+            "Tokens that the drafter's own chain in these trees would have got.",
+            "chain_accepted_tokens",
+        ),
     ):
         family = CounterMetricFamily(name, text, labels=ROUND_LABELS)
         for labels, counts in rounds:

@@ -12,7 +12,15 @@ from pydantic import BaseModel
 PATHS = {"HONED_STATE_DIR": "state_dir", "HONED_RUNTIME_DIR": "runtime_dir"}
 """Short names for settings of the section "paths"."""
 ATTACHMENT = frozenset(
-    {"HONED_RUNTIME_DIR", "HONED_ENGINE_ID", "HONED_CAPTURE", "HONED_RING_BYTES", "HONED_QUEUE_BYTES", "HONED_FEATURES"}
+    {
+        "HONED_RUNTIME_DIR",
+        "HONED_ENGINE_ID",
+        "HONED_CAPTURE",
+        "HONED_RING_BYTES",
+        "HONED_QUEUE_BYTES",
+        "HONED_FEATURES",
+        "HONED_TREES",
+    }
 )
 """Variables for the side inside vLLM (attach/engine/environment.py), ignored here: one environment file may serve both
 sides."""

@@ -48,6 +48,8 @@ COLUMNS = {
     "num_trimmed_tokens": "int32",
     "num_emitted": "int32",
     "num_delivered": "int32",
+    "chain_tokens": "int32",
+    "chain_accepted": "int32",
     "temperature": "float32",
     "step_duration_us": "int64",
     "step_requests": "int32",
@@ -58,6 +60,7 @@ COLUMNS = {
     "decision": "text",
     "emitted": "ids",
     "draft": "ids",
+    "nodes": "ids",
 }
 """A row's columns, in order, and their types. `request` is a keyed hash: equal within a boot, meaningless outside."""
 
@@ -180,8 +183,11 @@ def rounds(batch: wire.EventBatch, chosen: Chosen) -> Iterator[Row]:
     s, r = batch.steps, batch.rounds
     place = {step: index for index, step in enumerate(s.step)}
     has_emitted, has_draft = bool(r.emitted), bool(r.draft)
-    emitted_at = draft_at = 0
+    emitted_at = draft_at = node_at = 0
     for i, step in enumerate(r.step):
+        is_tree = bool(r.chain_tokens and r.chain_tokens[i])
+        nodes = r.nodes[node_at : node_at + r.num_accepted_tokens[i]] if is_tree else None
+        node_at += len(nodes or ())
         emitted = r.emitted[emitted_at : emitted_at + r.num_emitted[i]] if has_emitted else None
         draft = r.draft[draft_at : draft_at + r.num_draft_tokens[i]] if has_draft else None
         emitted_at += r.num_emitted[i]
@@ -207,6 +213,8 @@ def rounds(batch: wire.EventBatch, chosen: Chosen) -> Iterator[Row]:
             "num_trimmed_tokens": r.num_trimmed_tokens[i] if r.num_trimmed_tokens else 0,
             "num_emitted": r.num_emitted[i],
             "num_delivered": r.num_delivered[i] if r.num_delivered else r.num_emitted[i],
+            "chain_tokens": r.chain_tokens[i] if r.chain_tokens else 0,
+            "chain_accepted": r.chain_accepted[i] if r.chain_accepted else 0,
             "temperature": r.temperature[i],
             "step_duration_us": s.duration_us[at],
             "step_requests": s.num_requests[at],
@@ -217,6 +225,7 @@ def rounds(batch: wire.EventBatch, chosen: Chosen) -> Iterator[Row]:
             "decision": s.decision[at],
             "emitted": emitted,
             "draft": draft,
+            "nodes": nodes,
         }
 
 

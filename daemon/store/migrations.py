@@ -31,6 +31,10 @@ CREATE TABLE boots (
   accepted_tokens INTEGER NOT NULL DEFAULT 0,
   delivered_tokens INTEGER NOT NULL DEFAULT 0,
   plain_rounds INTEGER NOT NULL DEFAULT 0,
+  tree_rounds INTEGER NOT NULL DEFAULT 0,    -- with a draft tree; then what of the sums above belongs to these
+  tree_nodes INTEGER NOT NULL DEFAULT 0,
+  tree_accepted_tokens INTEGER NOT NULL DEFAULT 0,
+  chain_accepted_tokens INTEGER NOT NULL DEFAULT 0, -- that the drafter's own chain in them would have got
   drafted_by_position TEXT NOT NULL DEFAULT '[]',
   tried_by_position TEXT NOT NULL DEFAULT '[]',
   accepted_by_position TEXT NOT NULL DEFAULT '[]',
@@ -62,6 +66,8 @@ CREATE TABLE rollups (
   engine_id TEXT NOT NULL, workload TEXT NOT NULL, drafter_version TEXT NOT NULL,
   rounds INTEGER NOT NULL, draft_tokens INTEGER NOT NULL, accepted_tokens INTEGER NOT NULL,
   delivered_tokens INTEGER NOT NULL, plain_rounds INTEGER NOT NULL,
+  tree_rounds INTEGER NOT NULL, tree_nodes INTEGER NOT NULL,
+  tree_accepted_tokens INTEGER NOT NULL, chain_accepted_tokens INTEGER NOT NULL,
   drafted_by_position TEXT NOT NULL, tried_by_position TEXT NOT NULL, accepted_by_position TEXT NOT NULL,
   stored_s INTEGER NOT NULL,                 -- first time, of the clock that ages are counted on
   PRIMARY KEY (resolution_s, bucket_s, engine_id, workload, drafter_version)

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from honed.adapt.acceptance.rounds import accepted_nodes
 from honed.adapt.protocol.wire import EventBatch
 
 RESOLUTIONS_S = (1, 60, 3600)
@@ -48,6 +49,11 @@ class Counts:
     accepted_tokens: int = 0
     delivered_tokens: int = 0
     plain_rounds: int = 0
+    tree_rounds: int = 0
+    tree_nodes: int = 0
+    tree_accepted_tokens: int = 0
+    chain_accepted_tokens: int = 0
+    """Of trees: tokens that the drafter's own chain in them would have got."""
     drafted: Ints = field(default_factory=no_positions)  # [K]
     tried: Ints = field(default_factory=no_positions)  # [K]
     accepted: Ints = field(default_factory=no_positions)  # [K]
@@ -59,6 +65,10 @@ class Counts:
         self.accepted_tokens += other.accepted_tokens
         self.delivered_tokens += other.delivered_tokens
         self.plain_rounds += other.plain_rounds
+        self.tree_rounds += other.tree_rounds
+        self.tree_nodes += other.tree_nodes
+        self.tree_accepted_tokens += other.tree_accepted_tokens
+        self.chain_accepted_tokens += other.chain_accepted_tokens
         self.drafted = add_positions(self.drafted, other.drafted)
         self.tried = add_positions(self.tried, other.tried)
         self.accepted = add_positions(self.accepted, other.accepted)
@@ -100,6 +110,10 @@ class Counts:
             "accepted_tokens": self.accepted_tokens,
             "delivered_tokens": self.delivered_tokens,
             "plain_rounds": self.plain_rounds,
+            "tree_rounds": self.tree_rounds,
+            "tree_nodes": self.tree_nodes,
+            "tree_accepted_tokens": self.tree_accepted_tokens,
+            "chain_accepted_tokens": self.chain_accepted_tokens,
             "drafted_by_position": to_json(self.drafted),
             "tried_by_position": to_json(self.tried),
             "accepted_by_position": to_json(self.accepted),
@@ -114,13 +128,27 @@ class Counts:
             row["accepted_tokens"],
             row["delivered_tokens"],
             row["plain_rounds"],
+            row["tree_rounds"],
+            row["tree_nodes"],
+            row["tree_accepted_tokens"],
+            row["chain_accepted_tokens"],
             from_json(row["drafted_by_position"]),
             from_json(row["tried_by_position"]),
             from_json(row["accepted_by_position"]),
         )
 
 
-COUNT_COLUMNS = ("rounds", "draft_tokens", "accepted_tokens", "delivered_tokens", "plain_rounds")
+COUNT_COLUMNS = (
+    "rounds",
+    "draft_tokens",
+    "accepted_tokens",
+    "delivered_tokens",
+    "plain_rounds",
+    "tree_rounds",
+    "tree_nodes",
+    "tree_accepted_tokens",
+    "chain_accepted_tokens",
+)
 POSITION_COLUMNS = ("drafted_by_position", "tried_by_position", "accepted_by_position")
 
 
@@ -189,13 +217,19 @@ def count_batch(batch: EventBatch, received_unix_ns: int, bounded: Callable[[str
         raise MalformedBatchError("a round delivered more than it emitted")
     if accepted.min() < 0 or (accepted > verified).any():
         raise MalformedBatchError("a round accepted more than was drafted")
+    chains = no_positions(), no_positions()
+    try:
+        if accepted_nodes(batch.rounds, accepted) is not None:
+            chains = np.array(batch.rounds.chain_tokens), np.array(batch.rounds.chain_accepted)
+    except ValueError as error:
+        raise MalformedBatchError(str(error)) from error
     if workload.min() < 0 or workload.max() >= len(batch.workloads):
         raise MalformedBatchError("a round names a workload that the batch doesn't list")
     names = [bounded(name) for name in batch.workloads]
     second = _seconds(batch, received_unix_ns, num_rounds)
     keys, cell = np.unique(second * len(names) + workload, return_inverse=True)
     width = int(drafted.max()) + 1
-    table = _tabulate(cell.reshape(-1), len(keys), width, scheduled > 0, drafted, verified, accepted, delivered)
+    table = _tabulate(cell.reshape(-1), len(keys), width, scheduled > 0, drafted, verified, accepted, delivered, chains)
     for key, counts in zip(keys.tolist(), table, strict=True):
         where = (key // len(names), names[key % len(names)])
         out.cells.setdefault(where, Counts()).add(counts)
@@ -212,8 +246,9 @@ def _tabulate(
     verified: Ints,
     accepted: Ints,
     delivered: Ints,
+    chains: tuple[Ints, Ints],
 ) -> list[Counts]:
-    """Counts of each cell, from the rounds' columns."""
+    """Counts of each cell, from the rounds' columns; `chains`: columns of the chain in each tree, empty without trees."""
     is_tried = verified > 0
 
     def sums(values: Ints) -> list[int]:
@@ -229,6 +264,10 @@ def _tabulate(
     sum_drafted, sum_accepted, sum_delivered = sums(drafted), sums(accepted), sums(delivered)
     by_drafted, by_accepted = at_least(drafted, is_draft), at_least(accepted, is_draft)
     by_tried = at_least(np.minimum(verified - 1, accepted), is_tried)
+    trees = [[0] * num_cells] * 4
+    if len(chains[0]):
+        is_tree = chains[0] > 0
+        trees = [sums(values * is_tree) for values in (np.ones_like(drafted), drafted, accepted, chains[1])]
     return [
         Counts(
             rounds[i],
@@ -236,6 +275,10 @@ def _tabulate(
             sum_accepted[i],
             sum_delivered[i],
             plain[i],
+            trees[0][i],
+            trees[1][i],
+            trees[2][i],
+            trees[3][i],
             by_drafted[i, 1:].copy(),
             by_tried[i, : width - 1].copy(),
             by_accepted[i, 1:].copy(),

@@ -7,6 +7,7 @@ one that is installed, and ends with 1 if anything doesn't.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -50,7 +51,7 @@ class Sources:
         """A module; None when there is no such file."""
         if file not in self._trees:
             path = self.package / file
-            self._trees[file] = ast.parse(path.read_text()) if path.is_file() else None
+            self._trees[file] = _parsed(path.read_text()) if path.is_file() else None
         return self._trees[file]
 
     def lineage(self, file: str, owner: str, seen: frozenset[tuple[str, str]] = frozenset()) -> list[ast.ClassDef]:
@@ -68,11 +69,9 @@ class Sources:
 
     def _imported(self, tree: ast.Module, file: str, name: str) -> tuple[str, str] | None:
         """(file, name) of what a module imports from elsewhere in vLLM under this name."""
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    if (alias.asname or alias.name) == name and (source := self._file_of(file, node)):
-                        return source, alias.name
+        for node, alias in _imports(tree):
+            if (alias.asname or alias.name) == name and (source := self._file_of(file, node)):
+                return source, alias.name
         return None
 
     def _file_of(self, file: str, node: ast.ImportFrom) -> str | None:
@@ -88,6 +87,24 @@ class Sources:
             return None
         stem = "/".join(parts)
         return next((f for f in (f"{stem}.py", f"{stem}/__init__.py") if (self.package / f).is_file()), None)
+
+
+@functools.cache
+def _parsed(text: str) -> ast.Module:
+    """A module's tree; modules of several checks are mostly the same."""
+    return ast.parse(text)
+
+
+@functools.cache
+def _imports(tree: ast.Module) -> list[tuple[ast.ImportFrom, ast.alias]]:
+    """All names that a module imports from others."""
+    return [(node, alias) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
+
+
+def forget() -> None:
+    """Forget what was read from trees: somebody changes them."""
+    _imports.cache_clear()
+    _attributes.cache_clear()
 
 
 def misfit(sources: Sources, clause: Clause) -> str:
@@ -170,16 +187,19 @@ def _callee(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id if isinstance(call.func, ast.Name) else ""
 
 
-def _attributes(node: ast.ClassDef) -> Iterator[str]:
+@functools.cache
+def _attributes(node: ast.ClassDef) -> frozenset[str]:
     """Names that instances of a class have: fields, methods, what is assigned on self."""
+    found = set()
     for statement in node.body:
         if isinstance(statement, Function):
-            yield statement.name
-        yield from (target.id for target in _targets(statement) if isinstance(target, ast.Name))
+            found.add(statement.name)
+        found |= {target.id for target in _targets(statement) if isinstance(target, ast.Name)}
     for child in ast.walk(node):
         for target in _targets(child):
             if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
-                yield target.attr
+                found.add(target.attr)
+    return frozenset(found)
 
 
 def _targets(node: ast.AST) -> Iterator[ast.expr]:

@@ -94,6 +94,8 @@ def test_boots_without_end_leave_one_controller(service: Service, make_engine: M
     wait_for(lambda: latest.controller, "the latest boot's controller")
     wait_for(lambda: not service.steering.num_waiting, "the batches")
     assert [one.controller for one in replaced] == [None] * 19
+    wait_for(lambda: not any(one.awaits_controller for one in replaced), "the controllers that nobody needs")
+    assert len(service.steering._held) == 0
     assert [service.steering.controller(one) for one in replaced] == [None] * 19
 
 

@@ -132,6 +132,14 @@ def test_a_drafter_with_a_shorter_context(tmp_path: Path, positions: int, max_mo
 # --- and the rest ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("slots", "has_trees", "is_told"), [(7, False, False), (31, False, True), (31, True, False)])
+def test_slots_beyond_the_block_are_for_trees(slots: int, has_trees: bool, is_told: bool) -> None:
+    words = command(*FLAGS, *speculative(num_speculative_tokens=slots))
+    found = wrong(list(doctor_vllm.check_command(words, "vLLM", lambda name: read_config(Path(name)), has_trees=has_trees)))
+    assert [check.level for check in found] == ["warning"] * is_told
+    assert all("block has 7" in check.text and "HONED_TREES=1" in check.cure for check in found)
+
+
 def test_a_sound_command_is_all_well() -> None:
     found = checks(command(*FLAGS, *speculative()))
     assert [check.level for check in found] == ["ok", "ok"]
@@ -143,7 +151,7 @@ def test_a_sound_command_is_all_well() -> None:
         (["--scheduler-cls", SCHEDULER, *speculative()], "warning", "no samples are captured"),
         ([*FLAGS], "error", "has no --speculative-config"),
         ([*FLAGS, "--speculative-config", "{x"], "error", "is no JSON object"),
-        ([*FLAGS, *speculative(method="eagle3")], "warning", "method 'eagle3'"),
+        ([*FLAGS, *speculative(method="eagle")], "warning", "method 'eagle'"),
         ([*FLAGS, *speculative(), "-pp", "2"], "warning", "pipeline parallelism"),
         ([*speculative(), "--config", "x.yaml"], "unknown", "may be in x.yaml"),
         ([*FLAGS, *speculative(model="z-lab/Qwen3-8B-DFlash")], "unknown", "isn't a folder on this machine"),
@@ -159,7 +167,7 @@ def test_what_else_can_be_wrong_with_a_command(words: list[str], level: str, say
     ("drafter", "target", "says"),
     [
         ({"logit_scale": 0.5}, {}, ["logit_scale is not supported for training"]),
-        ({"speculators_model_type": "eagle3"}, {}, ["speculators_model_type is 'eagle3', not 'dflash'"]),
+        ({"speculators_model_type": "peagle"}, {}, ["speculators_model_type is 'peagle': only DFlash and EAGLE-3"]),
         ({}, {}, []),
     ],
 )
@@ -174,6 +182,19 @@ def test_a_pair_that_cannot_be_trained_is_named_before_the_engine_starts(
     found = [check for check in checks(parse(words)) if "captured or retrained" in check.text]
     assert [check.level for check in found] == ["warning"] * len(says)
     assert all(part in check.text and check.cure for part, check in zip(says, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "says"),
+    [("qwen3_5_text", []), ("glm4_moe", ["only those of Qwen3.5's kind can be trained, not 'glm4_moe'"])],
+)
+def test_an_mtp_head_is_judged_by_its_target(tmp_path: Path, model_type: str, says: list[str]) -> None:
+    raw = json.loads((TINY / "target" / "config.json").read_text()) | {"model_type": model_type}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    given = ["--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 3})]
+    found = [check for check in checks(parse(["vllm", "serve", str(tmp_path), *FLAGS, *given])) if check.level == "warning"]
+    assert len(found) == len(says)
+    assert all(part in check.text for part, check in zip(says, found, strict=True))
 
 
 def test_newer_and_unreadable_versions() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -143,3 +144,15 @@ def test_adding_positions_is_commutative_and_keeps_the_sum(a: list[int], b: list
     assert add_positions(x, y).tolist() == add_positions(y, x).tolist()
     assert add_positions(x, y).sum() == x.sum() + y.sum()
     assert add_json(None, "[1,2]") == "[1,2]"
+
+
+def test_trees_are_counted_beside_the_rest() -> None:
+    batch = make_batch(1, drafted=[7, 3], accepted=[4, 1], rounds=2)
+    rounds = msgspec.structs.replace(batch.rounds, chain_tokens=[3, 0], chain_accepted=[1, 0], nodes=[0, 2, 4, 5])
+    total = count_batch(msgspec.structs.replace(batch, rounds=rounds), 10**18).total
+    assert (total.draft_tokens, total.accepted_tokens) == (10, 5)
+    assert (total.tree_rounds, total.tree_nodes, total.tree_accepted_tokens, total.chain_accepted_tokens) == (1, 7, 4, 1)
+    assert total.accepted.tolist() == [2, 1, 1, 1, 0, 0, 0]  # by position of the walk, as vLLM counts
+    assert Counts.from_row(total.row()).row() == total.row()
+    with pytest.raises(MalformedBatchError, match="nodes"):
+        count_batch(msgspec.structs.replace(batch, rounds=msgspec.structs.replace(rounds, nodes=[0, 2, 4])), 10**18)
