@@ -19,6 +19,7 @@ from honed.daemon.service import Service
 from honed.daemon.settings.sections import StoreSettings
 from honed.daemon.settings.settings import Settings, load
 from honed.daemon.store.store import Store
+from honed.daemon.views import views
 from tests.daemon.fake_engine import FakeEngine
 
 
@@ -45,6 +46,14 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -
             return found
         time.sleep(0.005)
     raise AssertionError(f"waited {timeout_s:g} s in vain for {what}")
+
+
+def wait_learned(service: Service) -> None:
+    """Wait until a controller has learned from all workloads' batches: they are acknowledged before, and it may be new."""
+    wait_for(
+        lambda: (rows := views.workloads(service, 300.0)) and all("alarm" in row["drift"] for row in rows),
+        "the batches to be learned",
+    )
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from honed.daemon.settings.sections import ControllerSection
 from honed.daemon.settings.settings import Settings
 from honed.daemon.views import views
 from honed.daemon.views.engine_view import EngineView
-from tests.daemon.conftest import Clock, wait_for
+from tests.daemon.conftest import Clock, wait_for, wait_learned
 from tests.daemon.fake_engine import FakeEngine, FakeTrainer
 
 
@@ -75,6 +75,7 @@ def test_an_answer_leaves_out_nothing_that_its_view_has(
     with closing(FakeTrainer(settings.paths.engine_socket)) as trainer:
         trainer.introduce()
         wait_for(lambda: service.trainer.is_connected, "the trainer")
+    wait_learned(service)
     assert names_of(client.get("/v1/status").json()) == names_of(views.status(service))
     assert names_of(client.get("/v1/engines").json()) == names_of(views.engines(service))
     assert names_of(client.get("/v1/workloads").json()) == names_of(views.workloads(service, 300.0))
@@ -111,9 +112,8 @@ def test_status_and_workloads_show_what_was_stored(client: TestClient, engine: F
     assert client.get("/v1/timeline?resolution=1s&since=0&workload=x").json()["points"] == []
     assert [row["seq"] for row in client.get("/v1/batches?after=0").json()] == [1]
     assert client.get("/v1/batches?after=1").json() == []
-    with service.lock:
-        service.steering.observe()
-    assert client.get("/v1/engines/engine-0/beliefs").json()["workloads"]["default"]["rounds"] >= 0
+    wait_learned(service)
+    assert client.get("/v1/engines/engine-0/beliefs").json()["workloads"]["default"]["rounds"] > 0
 
 
 @pytest.mark.parametrize(

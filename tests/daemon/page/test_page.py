@@ -22,7 +22,7 @@ from honed.daemon.page.page import FOLDER, page
 from honed.daemon.service import Service
 from honed.daemon.views import views
 from honed.recalib.registry.manifest import Figures
-from tests.daemon.conftest import wait_for
+from tests.daemon.conftest import wait_for, wait_learned
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.lifecycle.test_lifecycle import Stage, stage  # noqa: F401 (a fixture, used by name)
 
@@ -43,8 +43,7 @@ def engine(service: Service, make_engine: Callable[..., FakeEngine]) -> FakeEngi
     for seq, name in enumerate(("default", "chat"), start=1):
         made.send(made.batch(seq, workloads=[name]))
     made.wait_acked(2)
-    with service.lock:  # a batch is acknowledged before the controller learns from it
-        service.steering.observe()
+    wait_learned(service)
     return made
 
 
