@@ -1,4 +1,5 @@
-"""The tests that need a GPU: those of the real engine as vLLM runs there (V2, async scheduling, CUDA graphs), and of kernels.
+"""The tests that need a GPU: those of the real engine as vLLM runs there (V2, async scheduling, CUDA graphs), trees and EAGLE-3
+on either runner, and those of kernels and of training.
 
 Each file has a pytest process of its own. Several run at once if there are cores for it: engines of the tiny pair need little
 of a card. Verdicts are kept as they come, so a file that is cut off keeps what it showed. Without a GPU one test of the suite
@@ -23,16 +24,28 @@ from benchmarks.gpu.kept import Kept
 from benchmarks.server.processes import ROOT
 
 IS_CUDA = torch.cuda.is_available()
-FILES = {
-    "tests/e2e/test_cuda_graphs.py": [],
-    "tests/e2e/test_engine_modes.py": ["-m", "runners"],
-    "tests/e2e/test_runner_swaps.py": ["-m", "runners"],
-    "tests/e2e/test_runner_contract.py": ["-m", "runners"],
-    "tests/e2e/test_v2_only.py": ["-m", "runners"],
-    "tests/e2e/test_sampling_unchanged.py": ["-m", "runners"],
-}
-KERNELS = {name: ["-m", "gpu"] for name in ("tests/kernels", "tests/attach/capture", "tests/attach/swap/test_staging.py")}
-DRY_FILES = {"tests/e2e/test_runner_contract.py": ["-m", "runners", "-k", "runner_under_test"]}
+Chosen = tuple[str, str, list[str]]
+"""Model runner, file, pytest's further words."""
+FILES: list[Chosen] = [
+    ("v2-async", "tests/e2e/test_cuda_graphs.py", []),
+    ("v2-async", "tests/e2e/test_engine_modes.py", ["-m", "runners"]),
+    ("v2-async", "tests/e2e/test_trees_v2.py", []),
+    ("v2-async", "tests/e2e/test_runner_swaps.py", ["-m", "runners"]),
+    ("v2-async", "tests/e2e/test_sampling_unchanged.py", ["-m", "runners"]),
+    ("v2-async", "tests/e2e/test_runner_contract.py", ["-m", "runners"]),
+    ("v2-async", "tests/e2e/test_v2_only.py", ["-m", "runners"]),
+    ("v2-async", "tests/e2e/test_delivered.py", ["-m", "runners"]),
+    ("v1", "tests/e2e/test_eagle3.py", []),
+    ("v1", "tests/e2e/test_trees.py", []),
+    ("v1", "tests/e2e/test_runner_contract.py", ["-m", "runners"]),
+    ("v2", "tests/e2e/test_trees_v2.py", []),
+    ("v2-async", "tests/e2e/test_attacks.py", ["-m", "runners"]),
+]
+KERNELS: list[Chosen] = [
+    ("v2-async", name, ["-m", "gpu"])
+    for name in ("tests/kernels", "tests/recalib/training", "tests/attach/capture", "tests/attach/swap/test_staging.py")
+]
+DRY_FILES: list[Chosen] = [("v1", "tests/e2e/test_runner_contract.py", ["-m", "runners", "-k", "runner_under_test"])]
 LOGS = ROOT / "build" / "gpu-logs" / "engine-tests"
 VERDICT = re.compile(r"^(?:\[gw\d+\] )?(\S+::\S.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", re.MULTILINE)
 REASON = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?) - (.*)$", re.MULTILINE)
@@ -51,15 +64,14 @@ def main() -> int:
     arguments = parser.parse_args()
     LOGS.mkdir(parents=True, exist_ok=True)
     kept = Kept(arguments.out)
-    runner = "v1" if arguments.dry else "v2-async"
-    waiting = list((KERNELS if arguments.kernels else DRY_FILES if arguments.dry else FILES).items())
+    waiting = list(KERNELS if arguments.kernels else DRY_FILES if arguments.dry else FILES)
     running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
-    files: dict[str, Document] = {name: {"state": "waiting"} for name, _ in waiting}
+    files: dict[str, Document] = {told(chosen): {"state": "waiting"} for chosen in waiting}
     began_s = time.monotonic()
     while waiting or running:
         while waiting and len(running) < arguments.at_once:
-            name, chosen = waiting.pop(0)
-            running[name] = start(name, chosen, runner), time.monotonic()
+            chosen = waiting.pop(0)
+            running[told(chosen)] = start(chosen), time.monotonic()
         is_over = time.monotonic() - began_s > arguments.limit
         for name, (process, since_s) in list(running.items()):
             if is_over and process.poll() is None:
@@ -70,21 +82,27 @@ def main() -> int:
                 del running[name]
                 files[name] |= {"state": "cut off" if is_over else "ended", "exit": process.returncode}
         waiting = [] if is_over else waiting
-        kept.update(runner=runner, **totals(files), files=files)
+        kept.update(**totals(files), files=files)
         time.sleep(0.5)
     is_ok = not waiting and all(one.get("exit") == 0 for one in files.values())
     kept.update(ok=is_ok)
-    shown = {name: kept.document[name] for name in ("ok", "runner", "passed", "failed", "errors", "skipped")}
+    shown = {name: kept.document[name] for name in ("ok", "passed", "failed", "errors", "skipped")}
     print(json.dumps(shown), flush=True)
     return 0 if is_ok else 1
 
 
-def start(name: str, chosen: list[str], runner: str) -> subprocess.Popen[bytes]:
+def told(chosen: Chosen) -> str:
+    """A file as the result names it."""
+    return f"{chosen[1]} ({chosen[0]})"
+
+
+def start(chosen: Chosen) -> subprocess.Popen[bytes]:
     """Start one file's pytest; -v prints each verdict as it comes."""
+    runner, name, words = chosen
     command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=long", "-p", "no:cacheprovider", "--durations=8"]
-    with log_of(name).open("wb") as log:
+    with log_of(told(chosen)).open("wb") as log:
         return subprocess.Popen(
-            [*command, *chosen, name],
+            [*command, *words, name],
             cwd=ROOT,
             env=os.environ | {"HONED_TEST_RUNNER": runner},
             stdin=subprocess.DEVNULL,
@@ -94,8 +112,8 @@ def start(name: str, chosen: list[str], runner: str) -> subprocess.Popen[bytes]:
 
 
 def log_of(name: str) -> Path:
-    """The log of a file, or of a folder of files."""
-    return LOGS / f"{Path(name).stem}.log"
+    """The log of a file, or of a folder of files, by the name that the result gives it."""
+    return LOGS / f"{re.sub('[^a-z0-9]+', '-', name.removeprefix('tests/')).strip('-')}.log"
 
 
 def verdicts(log: Path) -> Document:

@@ -60,8 +60,15 @@ def of_tests(found: Document) -> Document:
     """Figures of `engine-tests` and `kernel-tests`."""
     files = found.get("files") or {}
     bad = [f"{name}::{test}" for name, one in files.items() for kind in ("failed", "errors") for test in one.get(kind, [])]
-    told = {name: found.get(name) for name in ("runner", "passed", "failed", "errors", "skipped")}
+    told = {name: found.get(name) for name in ("passed", "failed", "errors", "skipped")}
     return told | {"bad": bad, "cut_off": [name for name, one in files.items() if one.get("exit") is None or one["exit"] < 0]}
+
+
+def of_zoo(found: Document) -> Document:
+    """Figures of `zoo`: pairs of which all held, and what didn't of the others."""
+    families = found.get("families") or {}
+    wrong = {name: one.get("error") or [key for key, value in one.items() if value is False] for name, one in families.items()}
+    return {"held": [name for name, why in wrong.items() if not why], "wrong": {n: why for n, why in wrong.items() if why}}
 
 
 def of_sizes(found: Document) -> Document:
@@ -105,6 +112,11 @@ def of_slices(found: Document) -> Document:
 
 STARTS = "engine-starts"
 """If this part fails, the others that need an engine are left out."""
+ZOO = (
+    *("full", "mtp, gated", "eagle3", "dflash2", "mixed", "sliding, causal", "reduced vocabulary"),
+    *("qwen3.5", "mtp, hybrid", "gpt-oss", "gemma4", "qwen3-moe", "eagle3, residual normed"),
+)
+"""Pairs that differ in what runs on the device, in order of worth."""
 PARTS = (
     Part(
         STARTS,
@@ -119,7 +131,7 @@ PARTS = (
         "recalibrate, gate, canary, swap, verify beside a running engine",
         ("-m", "benchmarks.gpu.whole_trainer"),
         ("-m", "benchmarks.gpu.whole_trainer", "--dry"),
-        200.0,
+        220.0,
         of_trainer,
         is_timed=False,
         needs_engine=True,
@@ -135,8 +147,18 @@ PARTS = (
         needs_engine=True,
     ),
     Part(
+        "zoo",
+        "toy pairs of published kinds of target and drafter: captured, trained on the device, swapped",
+        ("-m", "tests.zoo", "--at-once", "4", *ZOO),
+        ("-m", "tests.zoo", "full"),
+        190.0,
+        of_zoo,
+        is_timed=False,
+        needs_engine=True,
+    ),
+    Part(
         "kernel-tests",
-        "kernels beside their twins, capture and staging on the device",
+        "kernels beside their twins, training, capture and staging on the device",
         ("-m", "benchmarks.gpu.engine_tests", "--kernels", "--limit", "180"),
         ("-m", "benchmarks.gpu.engine_tests", "--kernels", "--dry"),
         190.0,
@@ -146,12 +168,12 @@ PARTS = (
     Part(
         "server-sizes",
         "honed at the size of Qwen3-8B",
-        ("-m", "benchmarks.server_sizes", "--rounds", "3", "--bursts", "8", "--also-train"),
+        ("-m", "benchmarks.server_sizes", "--rounds", "2", "--bursts", "6", "--also-train"),
         (
             *("-m", "benchmarks.server_sizes", "--shape", "small"),
             *("--batches", "1", "4", "--rounds", "1", "--bursts", "1", "--updates", "1", "--also-train"),
         ),
-        170.0,
+        190.0,
         of_sizes,
         needs_engine=True,
     ),

@@ -34,7 +34,7 @@ def listen(running: TestEngine) -> dict[str, Seen]:
         view = runner.view(args, kwargs)
         drafted = propose(*args, **kwargs)
         if view is not None:
-            aux = view.aux if isinstance(view.aux, Tensor) else torch.cat(list(view.aux or ()), dim=-1)
+            aux = (view.aux if isinstance(view.aux, Tensor) else torch.cat(list(view.aux or ()), dim=-1)).cpu()
             for i, request in enumerate(view.req_ids):
                 end = int(view.row_starts[i + 1]) - (int(view.num_rejected[i]) if view.num_rejected is not None else 0)
                 rows = range(int(view.row_starts[i]), end)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.engine import DRAFTER, RUNNER, TARGET, K, TestEngine, engine, held_out
+from tests.e2e.engine import DRAFTER, IS_CUDA, RUNNER, TARGET, K, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.swapping import wait_until_compiled, wait_until_written
 from tests.e2e.test_sampling_unchanged import mend_vllm_cpu
@@ -36,7 +36,8 @@ def tree_engine(folders: pytest.TempPathFactory, slots: int, **options: Any) -> 
     """Start an engine that verifies trees and logs token ids."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HONED_TREES", "1")
-        mend_vllm_cpu(patch)
+        if not IS_CUDA:
+            mend_vllm_cpu(patch)
         with engine(folders.mktemp("trees") / "run", speculative_config=speculation(slots), **options) as running:
             running.honed._recorder.is_logging_token_ids = True
             running.honed.before_schedule()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e import triton_on_cpu
-from tests.e2e.engine import IS_SLOW, RUNNER, TARGET, K, TestEngine, engine, held_out
+from tests.e2e.engine import IS_CUDA, IS_SLOW, TARGET, K, TestEngine, engine, held_out
 
 if IS_SLOW:
     triton_on_cpu.install()
@@ -43,15 +43,17 @@ parser = argparse.ArgumentParser()
 parser.add_argument("pair")
 _asked = parser.parse_args()
 PAIR = PAIRS[_asked.pair]
-assert PAIR.runner == RUNNER, f"set HONED_TEST_RUNNER={PAIR.runner}, as python -m tests.zoo does"
+DEVICE = torch.device("cuda" if IS_CUDA else "cpu")
+"""Of training."""
 os.environ["HONED_FEATURES"] = "layers"
 
 NUM_PROMPTS, MAX_TOKENS = (2, 12) if IS_SLOW else (6, 48)
 PROMPTS = held_out(NUM_PROMPTS, 60 if IS_SLOW else 200)
 NUM_UPDATES = 200 if PAIR.method != "dflash" else 40 if IS_SLOW else 120
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
-"""Of captured features, relative to their size: other rows or layers would be off by more than 1."""
-LEAST_SHARE = {"float32": 0.99, "bfloat16": 0.9}
+TOLERANCE = {"float32": 1e-2 if IS_CUDA else 1e-4, "bfloat16": 0.05}
+"""Of captured features, relative to their size: other rows or layers would be off by more than 1. On CUDA vLLM's attention
+multiplies float32 with ten bits."""
+LEAST_SHARE = {"float32": 0.98 if IS_CUDA else 0.99, "bfloat16": 0.9}
 """Of equal drafts: honed computes in float32."""
 
 
@@ -87,7 +89,7 @@ def error_of_capture(target: Path, layers: tuple[int, ...], samples: list[Traini
 
 def trained(target: Path, drafter_dir: Path, samples: list[TrainingSample], folder: Path) -> tuple[float, Path]:
     """Train a version on what was captured; returns its acceptance length over the parent's there, and its folder."""
-    drafter, parent = (load_drafter(drafter_dir, target, num_draft_tokens=K) for _ in range(2))
+    drafter, parent = (load_drafter(drafter_dir, target, num_draft_tokens=K).to(DEVICE) for _ in range(2))
     settings = TrainingSettings(learning_rate=2e-3, micro_steps_per_update=1, anchors_per_micro_step=48)
     trainer = MicroTrainer(drafter, settings)
     for step in range(NUM_UPDATES):
