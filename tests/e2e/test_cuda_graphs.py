@@ -6,17 +6,15 @@ was asked for, and the drafter's own.
 
 from __future__ import annotations
 
-import traceback
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from honed.daemon.install.vllm_args import table_for
+from tests.e2e.device_waits import device_waits, of_honed
 from tests.e2e.engine import DRAFTER, IS_V2, K, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.swapping import perturbed_drafter, swap, wait_until_compiled, wait_until_written, worker_of
@@ -137,35 +135,16 @@ def test_a_swap_under_graphs_is_seen_by_them(graphed: TestEngine, plain: list[li
     assert graphed.honed.errors.count == 0
 
 
-def test_honed_never_waits_for_the_device(graphed: TestEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch warns of calls that wait for the device, and the stack says who made them: never honed, which captures meanwhile.
-
-    It doesn't warn of copies from memory that isn't pinned.
-    """
-    waited: list[traceback.FrameSummary] = []
-
-    def note(message: Any, *_: Any, **__: Any) -> None:
-        if "synchronizing" in str(message):
-            frames = [f for f in traceback.extract_stack() if f.filename not in (__file__, warnings.__file__)]
-            waited.append(next(f for f in reversed(frames) if "/site-packages/torch/" not in f.filename))
-
+def test_honed_never_waits_for_the_device(graphed: TestEngine) -> None:
+    """While it captures, too."""
     set_policy(graphed)
     wait_until_compiled(graphed)
     before = graphed.rpc("honed_capture", 1.0, "v-test")["rows"]
     graphed.generate(PROMPTS, **ASKED)  # what is set up once is set up
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        monkeypatch.setattr(warnings, "showwarning", note)
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            torch.zeros(1, device="cuda").item()
-            assert waited, "a call that waits isn't noted: this test shows nothing"
-            graphed.generate(PROMPTS, **ASKED)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    with device_waits() as waited:
+        graphed.generate(PROMPTS, **ASKED)
     wait_until_written(graphed)
     assert graphed.rpc("honed_capture", 0.0, "v-test")["rows"] > before, "nothing was captured: this test shows less"
     print(f"waits: {Counter(f'{f.filename}:{f.lineno}' for f in waited)}")
-    ours = [f"{f.filename}:{f.lineno}" for f in waited if Path(f.filename).parent.name in ("attach", "kernels", "adapt")]
-    assert [place for place in ours if "/vllm/" not in place] == []
+    assert of_honed(waited) == []
     assert graphed.honed.errors.count == 0

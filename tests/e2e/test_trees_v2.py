@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engine import DRAFTER, IS_SLOW, IS_V2, K, TestEngine, engine, held_out
+from tests.e2e.device_waits import device_waits, of_honed
+from tests.e2e.engine import DRAFTER, IS_CUDA, IS_SLOW, IS_V2, K, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 
 pytestmark = [
@@ -75,3 +76,15 @@ def test_penalties_keep_vllms_own_chain(trees: TestEngine, references: dict[str,
     batches = take_batches(trees)
     assert not any(sum(batch.rounds.chain_tokens) for batch in batches)
     assert max(row["k"] for row in rounds(batches)) <= K
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_CUDA, reason="needs a CUDA device")
+def test_trees_never_wait_for_the_device(trees: TestEngine) -> None:
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    trees.generate(PROMPTS, **GREEDY)  # what is set up once is set up
+    take_batches(trees)
+    with device_waits() as waited:
+        trees.generate(PROMPTS, **GREEDY)
+    assert sum(sum(batch.rounds.chain_tokens) for batch in take_batches(trees)) > 0, "no tree was verified"
+    assert of_honed(waited) == []
