@@ -41,12 +41,20 @@ FILES: list[Chosen] = [
     ("v2", "tests/e2e/test_trees_v2.py", []),
     ("v2-async", "tests/e2e/test_attacks.py", ["-m", "runners"]),
 ]
+ON_GPU = ["-m", "gpu"]
 KERNELS: list[Chosen] = [
-    ("v2-async", name, ["-m", "gpu"])
-    for name in ("tests/kernels", "tests/recalib/training", "tests/attach/capture", "tests/attach/swap/test_staging.py")
+    ("v2-async", "tests/recalib/training", [*ON_GPU, "-k", "gradients"]),
+    ("v2-async", "tests/recalib/training", [*ON_GPU, "-k", "learns"]),
+    ("v2-async", "tests/kernels/training", [*ON_GPU, "-k", "33"]),
+    ("v2-async", "tests/kernels/training", [*ON_GPU, "-k", "not 33"]),
+    *(("v2-async", f"tests/kernels/{folder}", ON_GPU) for folder in ("verify", "trees", "cache", "capture", "events")),
+    ("v2-async", "tests/attach/capture", ON_GPU),
+    ("v2-async", "tests/attach/swap/test_staging.py", ON_GPU),
 ]
 DRY_FILES: list[Chosen] = [("v1", "tests/e2e/test_runner_contract.py", ["-m", "runners", "-k", "runner_under_test"])]
 LOGS = ROOT / "build" / "gpu-logs" / "engine-tests"
+COMPILE_THREADS = "2"
+"""Of PyTorch's compiler in each process, which would take all cores."""
 VERDICT = re.compile(r"^(?:\[gw\d+\] )?(\S+::\S.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", re.MULTILINE)
 REASON = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?) - (.*)$", re.MULTILINE)
 
@@ -92,8 +100,9 @@ def main() -> int:
 
 
 def told(chosen: Chosen) -> str:
-    """A file as the result names it."""
-    return f"{chosen[1]} ({chosen[0]})"
+    """A file, or a choice of its tests, as the result names it."""
+    runner, name, words = chosen
+    return f"{name}{', ' + words[-1] if '-k' in words else ''} ({runner})"
 
 
 def start(chosen: Chosen) -> subprocess.Popen[bytes]:
@@ -104,7 +113,7 @@ def start(chosen: Chosen) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [*command, *words, name],
             cwd=ROOT,
-            env=os.environ | {"HONED_TEST_RUNNER": runner},
+            env=os.environ | {"HONED_TEST_RUNNER": runner, "TORCHINDUCTOR_COMPILE_THREADS": COMPILE_THREADS},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -208,7 +208,7 @@ def block_mask(visible: Visible, queries: int, tokens: int, context_rows: int) -
         block, token, own = query // queries, query % queries + before, row - context_rows
         in_context = (row >= begins[block]) & (row < ends[block])
         if window is not None:
-            in_context &= row > ends[block] + token - window
+            in_context = in_context & (row > ends[block] + token - window)  # `&=` has no GPU code
         in_block = (own >= 0) & (own // tokens == block)
         return in_context | (in_block & (own % tokens <= token) if is_causal else in_block)
 

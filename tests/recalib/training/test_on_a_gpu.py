@@ -150,4 +150,4 @@ def test_what_it_learns_in_bfloat16_is_drafted(kind: str, device: str) -> None:
     parent = expected_acceptance_length(make_drafter(kind), samples).acceptance_length()
     assert judged > parent + 0.5
     on_cpu = expected_acceptance_length(deepcopy(drafter).cpu(), samples).acceptance_length()
-    assert judged == pytest.approx(on_cpu, rel=0.05)
+    assert judged == pytest.approx(on_cpu, rel=0.1), "bfloat16 there, float32 here"
