@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,12 @@ class TreeStep:
         return torch.where(place <= self.num_nodes[:, None], slot_of_row[rows], -1)
 
 
+def on_device(values: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:  # k x n -> [k, n] int64
+    """Copy integers to a device in one piece, without waiting for it."""
+    made = torch.tensor(values)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+
 def tree_step(
     request_ids: list[str],
     batch_index: list[int],
@@ -61,14 +68,15 @@ def tree_step(
 ) -> TreeStep:
     """Lay out the rows of a step's tree requests."""
     device = trees.tokens.device
-    nodes, first = torch.tensor(num_nodes, device=device), torch.tensor(first_row, device=device)
+    index, first, nodes = on_device((batch_index, first_row, num_nodes), device)
     sizes = nodes + 1
     starts = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
-    request = torch.repeat_interleave(torch.arange(len(num_nodes), device=device), sizes)
+    numbers = torch.arange(len(num_nodes), device=device)
+    request = torch.repeat_interleave(numbers, sizes, output_size=sum(num_nodes) + len(num_nodes))
     rows = first[request] + torch.arange(len(request), device=device) - starts[request]
     return TreeStep(
         request_ids,
-        torch.tensor(batch_index, device=device),
+        index,
         first,
         trees,
         nodes,

@@ -28,7 +28,7 @@ from honed.attach.trees.eligible import needs_chain
 from honed.attach.trees.grow import MOST_FAILURES, grow
 from honed.attach.trees.slots import block_tokens_of
 from honed.attach.trees.tree_layers import TreeLayers, target_layers
-from honed.attach.trees.tree_step import TreeStep, tree_step
+from honed.attach.trees.tree_step import TreeStep, on_device, tree_step
 from honed.attach.trees.walk import Walk, describe, walk
 from honed.kernels.trees.reference import MAX_DEPTHS, DraftTrees
 from honed.kernels.trees.tree_build import allocate
@@ -198,9 +198,9 @@ class TreesV2:
         if not chosen:
             return None
         first = [int(starts[i]) for i in chosen]
-        at = torch.tensor([int(slots[i]) for i in chosen], device=batch.positions.device)
+        at, first_at = on_device(([int(slots[i]) for i in chosen], first), batch.positions.device)
         trees = DraftTrees(*(part[at] for part in self._trees))
-        prefix = batch.positions[torch.tensor(first, device=at.device)].int()
+        prefix = batch.positions[first_at].int()
         step = tree_step([batch.req_ids[i] for i in chosen], chosen, first, prefix, [int(counts[i]) for i in chosen], trees)
         _move(batch.positions, step, step.depths)
         return step
@@ -219,7 +219,7 @@ class TreesV2:
             self._fail("drawing at tree rows")
         output = stock(logits, batch, *args, **kwargs)
         # From here on the first token of a tree's round is the only sure one: vLLM drew it from the anchor's row.
-        output.num_sampled[step.batch_index] = 1
+        output.num_sampled.index_fill_(0, step.batch_index, 1)  # indexed, a number would be copied to the device first
         output.num_rejected[step.batch_index] = step.num_nodes.to(output.num_rejected.dtype)
         try:
             _move(batch.positions, step, step.place)
@@ -295,8 +295,7 @@ class TreesV2:
         if not grown:
             return padded
         assert logits is not None
-        at = torch.tensor(grown, device=padded.device)
-        slot_at = torch.tensor([slots[i] for i in grown], device=padded.device)
+        at, slot_at = on_device((grown, [slots[i] for i in grown]), padded.device)
         by_depth = logits[: count * self.depth].view(count, self.depth, -1)[at]
         trees = grow(by_depth, None if temperature is None else temperature[slot_at], self.slots)
         padded = padded.clone()

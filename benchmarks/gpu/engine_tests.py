@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -53,8 +54,8 @@ KERNELS: list[Chosen] = [
 ]
 DRY_FILES: list[Chosen] = [("v1", "tests/e2e/test_runner_contract.py", ["-m", "runners", "-k", "runner_under_test"])]
 LOGS = ROOT / "build" / "gpu-logs" / "engine-tests"
-COMPILE_THREADS = "2"
-"""Of PyTorch's compiler in each process, which would take all cores."""
+FEW_THREADS = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+"""Each process would take all cores."""
 VERDICT = re.compile(r"^(?:\[gw\d+\] )?(\S+::\S.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", re.MULTILINE)
 REASON = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?) - (.*)$", re.MULTILINE)
 
@@ -83,8 +84,7 @@ def main() -> int:
         is_over = time.monotonic() - began_s > arguments.limit
         for name, (process, since_s) in list(running.items()):
             if is_over and process.poll() is None:
-                process.terminate()
-                process.wait(10)
+                end(process)
             files[name] = {"seconds": round(time.monotonic() - since_s, 1), **verdicts(log_of(name))}
             if process.poll() is not None:
                 del running[name]
@@ -97,6 +97,16 @@ def main() -> int:
     shown = {name: kept.document[name] for name in ("ok", "passed", "failed", "errors", "skipped")}
     print(json.dumps(shown), flush=True)
     return 0 if is_ok else 1
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt pytest, which then says what has failed so far."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(8)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def told(chosen: Chosen) -> str:
@@ -113,7 +123,7 @@ def start(chosen: Chosen) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [*command, *words, name],
             cwd=ROOT,
-            env=os.environ | {"HONED_TEST_RUNNER": runner, "TORCHINDUCTOR_COMPILE_THREADS": COMPILE_THREADS},
+            env=os.environ | {"HONED_TEST_RUNNER": runner, **FEW_THREADS},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -31,7 +31,8 @@ ARE_DRAFTS_KNOWN = RUNNER != "v1-async"
 """Whether the ids of drafts can be logged: V1's scheduler is told them for grammars only when it runs ahead."""
 K = 7
 ATTENTION = "TRITON_ATTN"
-"""On CUDA: it takes float32, in which the greedy answers of different batches can be held against each other."""
+"""On CUDA: it takes float32, in which the greedy answers of different batches can be held against each other. Triton would
+multiply float32 with ten bits (TRITON_F32_DEFAULT)."""
 
 
 def held_out(number: int, num_chars: int) -> list[str]:
@@ -54,7 +55,7 @@ def prepare(runtime_dir: Path | None) -> None:
         HF_HUB_OFFLINE="1",
     )
     if IS_CUDA:
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(IS_V2))
+        os.environ.update(VLLM_USE_V2_MODEL_RUNNER=str(int(IS_V2)), TRITON_F32_DEFAULT="ieee")
     if runtime_dir is None:
         os.environ.pop("HONED_RUNTIME_DIR", None)
     else:

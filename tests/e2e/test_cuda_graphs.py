@@ -93,7 +93,8 @@ def test_each_length_runs_in_its_graph_and_changes_no_token(
     assert lengths.most_common(1)[0][0] == k
     steps = len({row["step"] for row in rows})
     print(f"k={k}: {len(replayed)} of {steps} steps in a graph, lengths {dict(lengths)}")
-    assert {desc.uniform_token_count for desc in replayed} <= {None, k + 1}
+    # Near a request's end fewer drafts fit, and have a shorter graph.
+    assert {desc.uniform_token_count for desc in replayed} <= {None, *(length + 1 for length in LENGTHS if length <= k)}
     assert len(replayed) >= 0.8 * steps
 
 

@@ -16,7 +16,7 @@ from honed.attach.engine.graphs import captured
 from honed.attach.events.request_book import key_of
 from honed.attach.runner.fed_verification import FedVerification
 from honed.daemon.install.vllm_args import table_for
-from tests.e2e.engine import K, TestEngine
+from tests.e2e.engine import IS_ASYNC, K, TestEngine
 from tests.e2e.logged import counted, keys_of, rounds, set_policy, take_batches
 from tests.e2e.swapping import worker_of
 from tests.e2e.test_runner_contract import MAX_TOKENS, NUM_PROMPTS, prompts
@@ -138,7 +138,8 @@ def test_vllms_adaptive_verification_can_be_fed(attached: TestEngine, trimming: 
         number = fed._numbers[f"w{i}"]
         reached = sum(min(row["accepted"] + 1, row["k"] - row["trimmed"]) for row in mine)
         assert reached > 0
-        assert graded[number].item() == pytest.approx(reached, rel=0.01)  # a little is forgotten
+        # A little is forgotten; scheduled ahead, a round may be under way when its request turns out to have ended.
+        assert 0.99 * reached <= graded[number].item() <= reached + (K + 1 if IS_ASYNC else 0)
         assert accepted[number].item() == pytest.approx(sum(row["accepted"] for row in mine), rel=0.01)
     assert trimming.cost_tables[1][64] == pytest.approx(9.0)
     fed.turn(False)
