@@ -28,27 +28,28 @@ IS_CUDA = torch.cuda.is_available()
 Chosen = tuple[str, str, list[str]]
 """Model runner, file, pytest's further words."""
 FILES: list[Chosen] = [
-    ("v2-async", "tests/e2e/test_cuda_graphs.py", []),
     ("v2-async", "tests/e2e/test_engine_modes.py", ["-m", "runners"]),
     ("v2-async", "tests/e2e/test_trees_v2.py", []),
-    ("v2-async", "tests/e2e/test_runner_swaps.py", ["-m", "runners"]),
-    ("v2-async", "tests/e2e/test_sampling_unchanged.py", ["-m", "runners"]),
-    ("v2-async", "tests/e2e/test_runner_contract.py", ["-m", "runners"]),
-    ("v2-async", "tests/e2e/test_v2_only.py", ["-m", "runners"]),
-    ("v2-async", "tests/e2e/test_delivered.py", ["-m", "runners"]),
     ("v1", "tests/e2e/test_eagle3.py", []),
     ("v1", "tests/e2e/test_trees.py", []),
-    ("v1", "tests/e2e/test_runner_contract.py", ["-m", "runners"]),
-    ("v2", "tests/e2e/test_trees_v2.py", []),
+    ("v2-async", "tests/e2e/test_cuda_graphs.py", []),
+    ("v2-async", "tests/e2e/test_v2_only.py", ["-m", "runners"]),
+    ("v2-async", "tests/e2e/test_runner_swaps.py", ["-m", "runners"]),
+    ("v2-async", "tests/e2e/test_runner_contract.py", ["-m", "runners"]),
+    ("v2-async", "tests/e2e/test_delivered.py", ["-m", "runners"]),
+    ("v2-async", "tests/e2e/test_sampling_unchanged.py", ["-m", "runners"]),
     ("v2-async", "tests/e2e/test_attacks.py", ["-m", "runners"]),
+    ("v1", "tests/e2e/test_runner_contract.py", ["-m", "runners"]),
 ]
+"""Long ones first."""
 ON_GPU = ["-m", "gpu"]
 KERNELS: list[Chosen] = [
+    *(("v2-async", f"tests/kernels/{folder}", ON_GPU) for folder in ("verify", "trees")),
+    ("v2-async", "tests/kernels/training", [*ON_GPU, "-k", "not 33"]),
+    ("v2-async", "tests/kernels/training", [*ON_GPU, "-k", "33"]),
     ("v2-async", "tests/recalib/training", [*ON_GPU, "-k", "gradients"]),
     ("v2-async", "tests/recalib/training", [*ON_GPU, "-k", "learns"]),
-    ("v2-async", "tests/kernels/training", [*ON_GPU, "-k", "33"]),
-    ("v2-async", "tests/kernels/training", [*ON_GPU, "-k", "not 33"]),
-    *(("v2-async", f"tests/kernels/{folder}", ON_GPU) for folder in ("verify", "trees", "cache", "capture", "events")),
+    *(("v2-async", f"tests/kernels/{folder}", ON_GPU) for folder in ("cache", "capture", "events")),
     ("v2-async", "tests/attach/capture", ON_GPU),
     ("v2-async", "tests/attach/swap/test_staging.py", ON_GPU),
 ]

@@ -30,7 +30,7 @@ HELD = ("events", "greedy", "capture", "drafts", "swap", "trained", "kept")
 def run(pair: str, runner: str, log: Path) -> dict[str, Any]:
     """One pair's result on a model runner; what it wrote besides goes to a file."""
     paths = [str(SITE), str(TORCHVISION), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HONED_TEST_RUNNER": runner}
+    environment = {"OMP_NUM_THREADS": "2"} | os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HONED_TEST_RUNNER": runner}
     try:
         done = subprocess.run(
             [sys.executable, "-m", "tests.zoo.one", pair],
