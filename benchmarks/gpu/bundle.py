@@ -30,10 +30,11 @@ MIB = 1 << 20
 VLLM = "vllm==0.32.0"
 # What vLLM's `LLM` and honed's attachment import and the other machine lacks.
 ENGINE = """annotated-types==0.8.0 apache-tvm-ffi==0.1.11 blake3==1.0.11 cachetools==8.0.2 cbor2==6.3.0
-    compressed-tensors==0.17.0 distro==1.9.0 fastapi==0.136.3 httpcore2==2.16.2 httpx2==2.16.2 interegular==0.3.3 jiter==0.19.0 llguidance==1.7.6
-    lm-format-enforcer==0.11.3 loguru==0.7.3 msgspec==0.22.0 openai==3.57.0 oss-harmony==0.0.11 partial-json-parser==0.2.1.1.post7 pybase64==1.5.1
+    compressed-tensors==0.17.0 distro==1.9.0 fastapi==0.136.3 httpcore2==2.16.2 httpx2==2.16.2 jiter==0.19.0 llguidance==1.7.6
+    loguru==0.7.3 msgspec==0.22.0 openai==3.57.0 oss-harmony==0.0.11 partial-json-parser==0.2.1.1.post7 pybase64==1.5.1
     pydantic==2.14.4 pydantic-core==2.50.5 pyzmq==27.3.0 sniffio==1.3.1 starlette==1.10.0 structlog==26.1.0 truststore==0.10.5
-    typing-inspection==0.4.5 uvicorn==0.54.0 xgrammar==0.2.8 setproctitle==1.3.8"""
+    typing-inspection==0.4.5 uvicorn==0.54.0 xgrammar==0.2.8 setproctitle==1.3.8
+    interegular==0.3.3 lm-format-enforcer==0.11.3"""
 # What `vllm serve` and honed's daemon need beside.
 SERVER_AND_DAEMON = """anthropic==2.14.0 ijson==3.6.0 jmespath==1.1.0 mcp==2.3.0 model-hosting-container-standards==0.1.16
     prometheus-fastapi-instrumentator==8.1.0 python-json-logger==4.2.0 python-multipart==0.0.34 supervisor==4.3.0
