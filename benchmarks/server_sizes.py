@@ -326,6 +326,7 @@ def measure_swaps(honed: Connection, drafters: Sequence[Path], bytes_per_s: floa
     for number in range(SWAPS):
         ask(honed, "play", 4, 8)
         seen.append(ask(honed, "swap", f"v-{number % 2}", str(drafters[number % 2])))
+    ask(honed, "play", 4, 8)  # lowers the busy flag, which a swap without requests leaves raised
     size = ask(honed, "drafter_bytes")
     names = [name for name in ("pause_ms", "copy_ms", "stage_ms", "seconds") if name in seen[0]]
     found: dict[str, Any] = {name: spread([one[name] for one in seen], 3) for name in names}
