@@ -343,6 +343,8 @@ def check_device(device: str) -> None:
         raise ValueError(f"trainer.device = {device!r} is no device: use cpu, cuda or cuda:N") from error
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"trainer.device = {device!r}, but this PyTorch sees no GPU: use cpu, or install its CUDA build")
+    if kind == "cuda" and (torch.device(device).index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"trainer.device = {device!r}, but PyTorch sees cuda:0 … cuda:{torch.cuda.device_count() - 1} only")
 
 
 def stand_back(settings: TrainerSettings) -> None:

@@ -1,4 +1,4 @@
-"""Free memory of a device, and a limit that keeps our process to its estimate."""
+"""The trainer's device: its free memory, and a limit that keeps our process to its estimate."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from pathlib import Path
 import torch
 
 from honed.recalib.config.memory import usable_bytes
+
+
+def use(name: str) -> torch.device:
+    """Return a device with its index, and make it this process's current one, on which Triton launches kernels."""
+    device = torch.device(name)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        torch.cuda.set_device(device)
+    return device
 
 
 def available_bytes(device: torch.device, limit_bytes: int = 0) -> int:

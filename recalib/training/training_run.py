@@ -30,7 +30,7 @@ from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.samples.stretch import Stretch
 from honed.recalib.samples.traffic import Feed
-from honed.recalib.training.device_memory import available_bytes, hold_to
+from honed.recalib.training.device_memory import available_bytes, hold_to, use
 from honed.recalib.training.micro_step import MicroTrainer, StepFigures
 from honed.recalib.training.mixture import MUST_GAIN_SHARE, WorkloadMix
 from honed.recalib.training.pace import Pace
@@ -67,7 +67,7 @@ class TrainingRun:
     ) -> None:
         self._request, self._settings, self._parent_dir, self._feed = request, settings, parent_dir, feed
         self._progress, self._working_s = progress, working_s
-        self._device = torch.device(settings.device)
+        self._device = use(settings.device)
         self._config = read_drafter_config(parent_dir, request.num_draft_tokens)
         target_head_names(request.target_path)  # not only when all samples are in
         if request.scope not in ("kv-frozen", "full"):

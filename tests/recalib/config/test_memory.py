@@ -15,7 +15,6 @@ from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.drafter.eagle3 import Eagle3Drafter
 from honed.recalib.drafter.mtp import MtpDrafter
 from honed.recalib.samples.sample import TrainingSample
-from honed.recalib.training.device_memory import available_bytes, hold_to
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
 
 CONFIG = DrafterConfig(
@@ -178,11 +177,3 @@ def test_what_does_not_fit_is_refused_with_cause_and_cure() -> None:
         check_fits(needed, smaller, "cpu", cures)
     with pytest.raises(MemoryBudgetError, match="a device with more memory"):
         check_fits(needed, 1 << 20, "cpu", cures)
-
-
-def test_the_cpu_s_free_memory_is_known_and_a_limit_holds() -> None:
-    device = torch.device("cpu")
-    free = available_bytes(device)
-    assert 1 << 20 < free < 1 << 50
-    assert available_bytes(device, limit_bytes=1 << 20) == 1 << 20
-    hold_to(device, 1 << 20)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from honed.recalib.process.trainer import check_device
 
@@ -24,6 +25,15 @@ def test_the_registry_needs_no_numpy():
 def test_a_device_that_does_not_exist_is_named(device):
     with pytest.raises(ValueError, match=r"trainer\.device"):
         check_device(device)
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for device in ("cuda", "cuda:1"):
+        check_device(device)
+    with pytest.raises(ValueError, match=r"trainer\.device = 'cuda:2', but PyTorch sees cuda:0 … cuda:1 only"):
+        check_device("cuda:2")
 
 
 def test_the_cpu_is_always_there():
