@@ -505,6 +505,18 @@ class TrainerStatus(_Message, frozen=True):
     """Rows with NaN or infinity that were read and dropped since its start."""
     dropped_updates: Count = 0
     """Updates of the operation whose loss or gradient wasn't finite; they changed no weight."""
+    beside_seconds: Amount = 0.0
+    """Training beside requests since its start."""
+    beside_duty: Amount = 0.0
+    """Share of the time with requests that training may take now; 0: it doesn't run beside requests."""
+    beside_harm: Real = 0.0
+    """Estimate of what that adds to steps of serving, as a share of their time."""
+    beside_harm_error: Amount = 0.0
+    """Standard error of the estimate."""
+    beside_slow_share: Amount = 0.0
+    """Share of steps beside training that are slower than 99 of 100 without."""
+    beside_pause: Text = ""
+    """Why nothing may run beside requests now; empty if it may."""
 
 
 class TrainResult(_Message, frozen=True):

@@ -286,7 +286,10 @@ class Attachment:
         verified, invalid = recorder.verified, recorder.invalid
         unplanned = Plan(self._step, self._began_ns, "unplanned", self._num_spec_tokens, self._drafting_version)
         plan = self._plan or unplanned
-        recorder.end(plan)
+        step = recorder.end(plan)
+        if step is not None:
+            _, waiting = self._scheduler.get_request_counts()
+            self._busy.note_step(step.end_ns, step.duration_us, step.num_tokens, len(step.scheduled), waiting)
         self.log_latency.record(recorder.spent_ns)
         began_ns = time.perf_counter_ns()
         if plan.padded:

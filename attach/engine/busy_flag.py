@@ -1,8 +1,8 @@
-"""One byte in a small file that says whether the engine has work: the trainer yields while it is 1.
+"""A small file that tells the trainer whether the engine has work, and about its latest steps; `step_page` has the layout.
 
-The flag is a hint, not a lock: a trainer that reads a stale 0 runs one more unit of work. After the byte comes the time when it
-was last raised (8 bytes at offset 8, CLOCK_MONOTONIC in ns, the same in all processes): the trainer can report how long it took
-to yield. The engine holds a lock (flock) on the file while it lives, so a killed engine doesn't hold up training.
+The flag is a hint, not a lock: a trainer that reads a stale 0 runs one more unit of work. The time when it was raised lets the
+trainer report how long it took to yield, and the steps what its work costs them. The engine holds a lock (flock) on the file
+while it lives, so a killed engine doesn't hold up training.
 
 The file is written with pwrite, not through a map: a map of a file that has shrunk, or of a full tmpfs, kills its process with
 SIGBUS. Its block is allocated at the start, so a full filesystem is an OSError there.
@@ -13,11 +13,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import struct
 import time
 from pathlib import Path
 
-NUM_BYTES = 16
+from honed.adapt.protocol.step_page import FLAG, NUM_BYTES, StepRow, offset_of, pack_row
 
 
 class BusyFlag:
@@ -34,7 +33,7 @@ class BusyFlag:
         except OSError:
             os.close(self._descriptor)
             raise
-        self._raised_ns = 0
+        self._raised_ns = self._num_steps = 0
         self._is_busy = False
 
     def set(self, is_busy: bool) -> None:
@@ -43,7 +42,13 @@ class BusyFlag:
             self._is_busy = is_busy
             if is_busy:
                 self._raised_ns = time.monotonic_ns()
-            os.pwrite(self._descriptor, struct.pack("<?7xQ", is_busy, self._raised_ns), 0)
+            os.pwrite(self._descriptor, FLAG.pack(is_busy, self._raised_ns), 0)
+
+    def note_step(self, end_ns: int, duration_us: int, tokens: int, requests: int, waiting: int) -> None:
+        """Tell the trainer of a step; the arguments are those of `StepRow`."""
+        self._num_steps += 1
+        row = StepRow(self._num_steps, end_ns, duration_us, tokens, requests, waiting)
+        os.pwrite(self._descriptor, pack_row(row), offset_of(self._num_steps))
 
     def close(self) -> None:
         """Lower the flag, so that a stopped engine doesn't hold back training."""

@@ -85,42 +85,42 @@ class StepRecorder:
             self._row_of = {request_id: row for request_id, row in self._row_of.items() if request_id not in dropped}
         self.spent_ns = time.perf_counter_ns() - began_ns
 
-    def end(self, plan: Plan) -> None:
-        """Log the finished step. A step without tokens isn't one."""
+    def end(self, plan: Plan) -> Step | None:
+        """Log the finished step, and return it. A step without tokens isn't one."""
         began_ns = time.perf_counter_ns()
-        output = self._output
+        output, step = self._output, None
         if output.total_num_scheduled_tokens:
             now_ns = time.monotonic_ns()
             # Under async scheduling steps overlap: a step's own time begins at the end of the one before it.
             duration_us = (now_ns - max(plan.began_ns, self._ended_ns)) // 1000
             self._ended_ns = now_ns
-            self._log.append(
-                Step(
-                    plan.step,
-                    now_ns,
-                    duration_us,
-                    output.total_num_scheduled_tokens,
-                    plan.block,
-                    plan.reason,
-                    plan.drafter_version,
-                    self.verified,
-                    output.num_scheduled_tokens,
-                    self._drafts,
-                    self._sampled,
-                    self._row_of,
-                    self.invalid,
-                    self._num_verified,
-                    self._emitted,
-                    plan.padded,
-                    self.trees,
-                )
+            step = Step(
+                plan.step,
+                now_ns,
+                duration_us,
+                output.total_num_scheduled_tokens,
+                plan.block,
+                plan.reason,
+                plan.drafter_version,
+                self.verified,
+                output.num_scheduled_tokens,
+                self._drafts,
+                self._sampled,
+                self._row_of,
+                self.invalid,
+                self._num_verified,
+                self._emitted,
+                plan.padded,
+                self.trees,
             )
+            self._log.append(step)
         self._output = None
         if self._over:
             for request_id in self._over:
                 self._log.append(Over(request_id))
             self._over.clear()
         self.spent_ns += time.perf_counter_ns() - began_ns
+        return step
 
 
 def _draft_ids(drafts: Mapping[str, Sequence[int]], runner_output: Any) -> dict[str, list[int]]:

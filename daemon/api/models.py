@@ -108,6 +108,17 @@ class TrainerView(BaseModel):
     preemption_computing_s: list[float]
     """Most compute time of the trainer within each of these; on shared cores it waited the rest for a core."""
     idle_ratio: float
+    beside_seconds: float
+    """Training beside requests since its start, with trainer.when = "spare"."""
+    beside_duty: float
+    """Share of the time with requests that it may take now."""
+    beside_harm: float
+    """Estimate of what that adds to the time of serving's steps, as a share, and its standard error."""
+    beside_harm_error: float
+    beside_slow_share: float
+    """Share of steps beside training that are slower than 99 of 100 without."""
+    beside_pause: str
+    """Why nothing may run beside requests now; empty if it may."""
 
 
 class OperationView(BaseModel):

@@ -34,6 +34,14 @@ def families(service: Service) -> Iterator[Metric]:
     yield computing
     if view is not None:
         yield gauge("honed_gpu_idle_ratio", "Share of time when the trainer could work.", view["idle_ratio"])
+        beside = "Training beside requests since the trainer's start."
+        yield counter("honed_training_beside_requests_seconds", beside, view["beside_seconds"])
+        duty = "Share of the time with requests that training may take now."
+        yield gauge("honed_training_beside_requests_duty", duty, view["beside_duty"])
+        harm = "Estimate of what training adds to the time of serving's steps beside it, as a share."
+        yield gauge("honed_training_harm_ratio", harm, view["beside_harm"])
+        slow = "Share of steps beside training that are slower than 99 of 100 without."
+        yield gauge("honed_training_slow_steps_ratio", slow, view["beside_slow_share"])
         yield gauge("honed_training_loss", "Latest training loss.", view["loss"])
         yield gauge("honed_samples_held_bytes", "Samples in the trainer's memory.", view["samples_bytes"])
         yield gauge("honed_samples_spilled_bytes", "Samples on the trainer's disk.", view["spilled_bytes"])

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, TypeAlias
 
 from honed.adapt.protocol.ranges import COUNT, PROBABILITY, SECONDS, SHARE, Range, Ranges, check_ranges
 from honed.recalib.config.presets import decay_tokens
 from honed.recalib.config.training import MAX_DENOISING_STEPS, Loss, MaskSchedule, Precision, Scope, TrainingSettings
+
+When: TypeAlias = Literal["idle", "spare", "always"]
+SPARE_UNIT_S = 0.005
+"""Longest time of a unit that may run beside requests."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,13 @@ class TrainerSettings(SampleSettings):
     device: str = "cpu"
     """cpu, cuda or cuda:N, as PyTorch names it."""
     yields_to: tuple[str, ...] = ("*",)
-    """Ids of the engines on the device or its cores; `*` matches anything. Training runs while none of them has a request. Use
-    `[]` for a device that only the trainer uses."""
+    """Ids of the engines on the device or its cores; `*` matches anything. Training runs while none of them has a request,
+    or as `when` says. Use `[]` for a device that only the trainer uses."""
+    when: When = "idle"
+    """"idle": while no engine that it yields to has a request. "spare": also beside requests, as long as that slows their
+    steps by less than `latency_budget`, which is measured all the time. "always": it yields to none."""
+    latency_budget: float = 0.02
+    """With `when = "spare"`: most time that training may add to the steps of serving beside it, as a share of theirs."""
     nice: int = 5
     """Added to the process's nice level. With a higher value, the current unit takes longer once requests arrive."""
     torch_threads: int = 0
@@ -97,8 +106,8 @@ class TrainerSettings(SampleSettings):
     rows_per_micro_step: int = 256
     """Context rows of one micro-step. With the anchors they set its cost; a GPU divides it (`preempt_budget_s`)."""
     preempt_budget_s: float = 0.05
-    """Longest time that serving waits for a unit on a GPU. Micro-steps are divided by measured times; 0: no division.
-    No effect on a CPU, where the trainer stops before every operation."""
+    """Longest time that serving waits for a unit on a GPU. Micro-steps are divided by measured times; 0: no division. With
+    `when = "spare"` a unit takes 5 ms at most. No effect on a CPU, where the trainer stops before every operation."""
     max_duty: float = 1.0
     """Largest share of the device's idle time that training uses. The trainer rests after each unit for the remainder."""
 
@@ -135,11 +144,17 @@ class TrainerSettings(SampleSettings):
         "blends": Range(0, 1, excludes_low=True),
         "preempt_budget_s": Range(0, 60),
         "max_duty": Range(0, 1, excludes_low=True),
+        "latency_budget": Range(0, 0.5, excludes_low=True),
         "min_training_rows": Range(0),
         **dict.fromkeys(("collect_s", "deadline_s"), SECONDS),
         "max_gate_rows": COUNT,
         **dict.fromkeys(("status_interval_s", "tick_s"), Range(0, 60, excludes_low=True)),
     }
+
+    @property
+    def unit_s(self) -> float:
+        """Longest time of a unit on a GPU; 0: units aren't divided."""
+        return min(self.preempt_budget_s or SPARE_UNIT_S, SPARE_UNIT_S) if self.when == "spare" else self.preempt_budget_s
 
     def training(self, scope: Scope, block_size: int) -> TrainingSettings:
         """Make the training settings for a drafter of this block size."""

@@ -1,4 +1,4 @@
-"""Reader of the engines' busy flags: one byte each, 1 while requests are unfinished.
+"""Reader of the engines' pages: whether requests are unfinished, and the latest steps (`step_page`).
 
 A flag is a hint, not a lock: reading it costs a stat and a read, and a stale 0 costs the engine at most one micro-step. A flag
 left at 1 by a dead engine is recognised by the file's lock, which a living engine holds.
@@ -16,8 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-_LAYOUT = struct.Struct("<?7xQ")
-"""Whether there is work, and when it came: CLOCK_MONOTONIC in ns."""
+from honed.adapt.protocol.step_page import FLAG, NUM_BYTES, StepRow, rows_after
 
 
 class BusyFlagReader:
@@ -26,7 +25,7 @@ class BusyFlagReader:
     def __init__(self, path: Path | str) -> None:
         self._path = str(path)
         self._descriptor = -1
-        self._raised_ns = 0
+        self._raised_ns = self._last_step = 0
         self._identity = (0, 0)
 
     def is_busy(self) -> bool:
@@ -37,7 +36,7 @@ class BusyFlagReader:
                 self.close()
                 self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
                 self._identity = (status.st_dev, status.st_ino)
-            is_busy, self._raised_ns = _LAYOUT.unpack(os.pread(self._descriptor, _LAYOUT.size, 0))
+            is_busy, self._raised_ns = FLAG.unpack(os.pread(self._descriptor, FLAG.size, 0))
             return is_busy and self._is_held()
         except (OSError, struct.error):  # not there, a link, too short, or not ours to read
             self.close()
@@ -48,9 +47,20 @@ class BusyFlagReader:
         """Time when the flag was last raised, on the clock of `time.monotonic`; 0 if unknown."""
         return self._raised_ns / 1e9
 
+    def new_steps(self) -> list[StepRow]:
+        """Return the steps since the last call, as far as the page still has them."""
+        if self._descriptor < 0:
+            return []
+        try:
+            rows = rows_after(os.pread(self._descriptor, NUM_BYTES, 0), self._last_step)
+        except OSError:
+            return []
+        self._last_step = rows[-1].number if rows else self._last_step
+        return rows
+
     def close(self) -> None:
         """Close the file; it is opened again when needed."""
-        self._raised_ns = 0
+        self._raised_ns = self._last_step = 0
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -87,6 +97,11 @@ class BusyFlags:
         """Return whether any of them has work now."""
         self._raised = [flag for flag in self._flags.values() if flag.is_busy()]
         return bool(self._raised)
+
+    def new_steps(self) -> list[tuple[str, StepRow]]:
+        """Return all engines' steps since the last call with their engine's id, in the order of their ends."""
+        rows = [(path.parent.name, row) for path, flag in self._flags.items() for row in flag.new_steps()]
+        return sorted(rows, key=lambda one: one[1].end_ns)
 
     @property
     def raised_s(self) -> float:

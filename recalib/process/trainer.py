@@ -1,9 +1,9 @@
-"""The trainer process: always reads the rings, and trains on request while no engine needs the device.
+"""The trainer process: always reads the rings, and trains on request while no engine needs the device, or little (`SpareTime`).
 
 It has one thread. Each turn of the loop polls the socket, takes in a bounded number of new samples and does at most one unit of
 the current operation. A unit is some blocks of a micro-step or of the judging of a stretch. The busy flags are read before each
 unit, so new requests wait for at most one unit, as do a pause, a cancellation and SIGTERM. On a CPU a unit pauses in the middle
-(`yield_points`) until the requests are done.
+(`yield_points`) until the requests are done, or `SpareTime` lets it go on beside them.
 
 The daemon may be away: work continues, and the last result is sent again at each welcome of the daemon until it requests
 something else. So the daemon must take results idempotently, by operation id.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import math
 import os
 import signal
 import time
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+import msgspec
 import structlog
 import torch
 
@@ -29,6 +31,7 @@ from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.gate.gate import GateSettings
 from honed.recalib.process.busy_flags import BusyFlags, Idleness, Preemptions
 from honed.recalib.process.recalibration import Recalibration
+from honed.recalib.process.spare_time import SpareTime
 from honed.recalib.process.trainer_link import TrainerLink
 from honed.recalib.process.yield_points import YieldPoints
 from honed.recalib.registry.registry import Registry
@@ -42,6 +45,9 @@ log = structlog.get_logger("honed.trainer")
 _BUSY_TICKS_S = 0.002, 0.02
 """Time between reads of the flags while an operation waits for engines: at first, and later. Idle gaps are short, but each
 read takes processor time, on a CPU from serving itself: every 2 ms took a twelfth of a core."""
+_SPARE_TICK_S, _LOOK_S, _RECENT_S = 0.005, 0.02, 5.0
+"""Where it may work beside requests: time between questions whether it may now, and between looks at the engines' steps; and
+for how long it then counts as working."""
 _STOPPED = "the trainer was stopped"
 
 
@@ -61,7 +67,7 @@ class Trainer:
     ) -> None:
         self._settings, self._gate, self._registry, self._traffic = settings, gate, registry, traffic
         self._monotonic, self._state_dir, self._on_tick = monotonic, state_dir, on_tick
-        is_yielding = torch.device(settings.device).type == "cpu"
+        is_yielding = torch.device(settings.device).type == "cpu" and settings.when != "always"
         self._yield_points = YieldPoints(self._stand_by) if is_yielding else contextlib.nullcontext()
         self._computed_s = time.process_time if is_yielding else monotonic
         """Clock of computed time. On a GPU, queued work is always computed to its end."""
@@ -70,7 +76,13 @@ class Trainer:
         self._put_off: list[wire.ToTrainer] = []
         self.is_stopping = False
         self._operation: Recalibration | None = None
-        self._busy = BusyFlags(traffic.engines_dir, settings.yields_to)
+        self._busy = BusyFlags(traffic.engines_dir, settings.yields_to if settings.when != "always" else ())
+        self._spare = SpareTime(settings.latency_budget) if settings.when == "spare" else None
+        self._beside_since_s: float | None = None
+        """Since when the unit under way has run beside requests."""
+        self._beside_until_s = -math.inf
+        """When the last one ended."""
+        self._next_look_s = 0.0
         self._idleness, self._preemptions = Idleness(), Preemptions()
         self._is_paused = self._was_working = False
         self._last_result: wire.TrainResult | None = None
@@ -86,6 +98,7 @@ class Trainer:
         self._take_samples()
         is_busy = self._busy.is_busy()
         self._idleness.observe(is_busy, self._monotonic())
+        self._look()
         self._work(is_busy)
         self._report(is_busy)
         if self._on_tick is not None:
@@ -166,7 +179,7 @@ class Trainer:
         operation = self._operation
         if operation is None:
             return
-        if operation.needs_device and (is_busy or self._is_paused):
+        if operation.needs_device and (self._is_paused or (is_busy and not self._may_work_beside())):
             if is_busy and self._was_working:
                 self._preemptions.observe(0.0, 0.0)  # it came between two units
             self._was_working = False
@@ -188,8 +201,34 @@ class Trainer:
         if is_heavy:
             worked_s = self._working_s() - began_s
             self._rests_until_s = self._monotonic() + worked_s * (1.0 / self._settings.max_duty - 1.0)
-            if self._busy.is_busy():
+            if self._was_beside():
+                self._was_working = False
+            elif self._busy.is_busy():
                 self._yielded()
+
+    def _look(self) -> None:
+        """Take in the engines' steps, now and then."""
+        now_s = self._monotonic()
+        if self._spare is not None and now_s >= self._next_look_s:
+            self._next_look_s = now_s + _LOOK_S
+            self._spare.observe(self._busy.new_steps(), now_s)
+
+    def _may_work_beside(self) -> bool:
+        """Return whether a unit may begin, or go on, beside the engines' requests; it is paid for from now on."""
+        now_s = self._monotonic()
+        if self._spare is None or not self._spare.may_work(now_s):
+            return False
+        self._beside_since_s = now_s
+        return True
+
+    def _was_beside(self) -> bool:
+        """Pay for the time beside requests so far; return whether there was any."""
+        if self._beside_since_s is None or self._spare is None:
+            return False
+        self._beside_until_s = self._monotonic()
+        self._spare.worked(self._beside_since_s, self._beside_until_s)
+        self._beside_since_s = None
+        return True
 
     def _rest_s(self) -> float:
         """Remaining rest that the last unit requires."""
@@ -208,13 +247,18 @@ class Trainer:
         Raises:
             OperationError: the operation must end.
         """
+        was_beside = self._was_beside()
         if not self._busy.is_busy():
             self._computed_before_s = self._computed_s()
             return
-        self._yielded()
+        self._look()
+        if self._may_work_beside():
+            return
+        if not was_beside:
+            self._yielded()
         began_s, operation = self._monotonic(), self._operation
         assert operation is not None
-        while self._busy.is_busy():
+        while self._busy.is_busy() and not self._may_work_beside():
             if self.is_stopping:
                 raise OperationError(_STOPPED)
             operation.check_deadline()
@@ -224,6 +268,7 @@ class Trainer:
                 if (why := _ends(message, operation)) is not None:
                     raise OperationError(why)
             self._take_samples()
+            self._look()
             self._idleness.observe(is_busy=True, now_s=self._monotonic())
             self._report(is_busy=True)
             if self._on_tick is not None:
@@ -263,6 +308,8 @@ class Trainer:
 
     def _busy_wait_s(self) -> float:
         """Time until the next read of the flags: an eighth of how long there has been work."""
+        if self._spare is not None and self._spare.meter.is_on:
+            return _SPARE_TICK_S
         least_s, most_s = _BUSY_TICKS_S
         return min(max((self._monotonic() - self._busy.raised_s) / 8.0, least_s), most_s)
 
@@ -299,14 +346,29 @@ class Trainer:
             defective_rings=sum(bool(feed.reader.error) for feed in feeds),
             nonfinite_rows=min(sum(feed.reader.nonfinite_rows for feed in feeds), 1 << 53),
         )
+        if self._spare is not None:
+            status = self._with_spare(status, self._spare, now_s)
         self._link.send(_with_progress(status, operation) if operation else status)
+
+    @staticmethod
+    def _with_spare(status: wire.TrainerStatus, spare: SpareTime, now_s: float) -> wire.TrainerStatus:
+        return msgspec.structs.replace(
+            status,
+            beside_seconds=spare.seconds,
+            beside_duty=spare.duty,
+            beside_harm=spare.meter.bets.mean if spare.meter.bets.count else 0.0,
+            beside_harm_error=spare.meter.bets.error,
+            beside_slow_share=spare.meter.slow_share,
+            beside_pause=spare.why_not(now_s),
+        )
 
     def _state_now(self, is_busy: bool) -> str:
         if self._is_paused:
             return "paused"
         if self._operation is None:
             return "idle"
-        return "waiting" if is_busy and self._operation.needs_device else self._operation.progress.stage
+        is_waiting = is_busy and self._operation.needs_device and self._monotonic() - self._beside_until_s > _RECENT_S
+        return "waiting" if is_waiting else self._operation.progress.stage
 
 
 def _ends(message: wire.ToTrainer, operation: Recalibration) -> str | None:

@@ -132,7 +132,7 @@ class TrainingRun:
 
         Each part of a micro-step would recompute the context, which on a slow CPU took three quarters of the training.
         """
-        return Pace(0.0 if self._device.type == "cpu" else self._settings.preempt_budget_s)
+        return Pace(0.0 if self._device.type == "cpu" else self._settings.unit_s)
 
     def steps(self, drafter: Drafter, parent: Drafter, is_usable: Callable[[Stretch], bool]) -> Iterator[None]:
         """Do micro-steps until max_steps or max_seconds; then the drafter holds the result."""

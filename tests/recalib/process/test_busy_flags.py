@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from honed.adapt.protocol.step_page import NUM_BYTES, NUM_ROWS, StepRow, offset_of
 from honed.attach.engine.busy_flag import BusyFlag
 from honed.recalib.process.busy_flags import BusyFlagReader, BusyFlags, Idleness, Preemptions
 
@@ -201,3 +202,61 @@ else:
     if "unshare failed" in done.stderr or "permission denied" in done.stderr:
         pytest.skip("no user namespace with a tmpfs of its own can be made here")
     assert done.returncode == 0, done.stderr
+
+
+def test_steps_are_told_once_and_in_order(tmp_path):
+    engine, flag = BusyFlag(tmp_path / "busy"), BusyFlagReader(tmp_path / "busy")
+    assert flag.new_steps() == []
+    flag.is_busy()
+    assert flag.new_steps() == []
+    for number in range(1, 4):
+        engine.note_step(1000 * number, number, 8 * number, number, 0)
+    assert flag.new_steps() == [StepRow(n, 1000 * n, n, 8 * n, n, 0) for n in (1, 2, 3)]
+    assert flag.new_steps() == []
+    engine.set(True)
+    assert flag.is_busy(), "the flag isn't among the rows"
+    for number in range(4, 1000):
+        engine.note_step(1000 * number, number, 1, 1, 0)
+    assert [row.number for row in flag.new_steps()] == list(range(1000 - NUM_ROWS, 1000)), "the page has only so many"
+    engine.note_step(1 << 60, 1 << 40, 1 << 40, 1 << 20, 1 << 20)
+    assert flag.new_steps() == [StepRow(1000, 1 << 60, (1 << 32) - 1, (1 << 32) - 1, 65535, 65535)]
+    engine.close()
+
+
+def test_a_row_that_is_being_written_is_left_for_later(tmp_path):
+    path = tmp_path / "busy"
+    engine, flag = BusyFlag(path), BusyFlagReader(path)
+    flag.is_busy()
+    engine.note_step(1, 1, 1, 1, 0)
+    engine.note_step(2, 1, 1, 1, 0)
+    page = path.read_bytes()
+    with path.open("r+b") as file:
+        file.seek(offset_of(2) + 8)
+        file.write(b"\xff")
+    assert [row.number for row in flag.new_steps()] == [1]
+    path.write_bytes(page)
+    assert [row.number for row in flag.new_steps()] == [2]
+    engine.close()
+
+
+@pytest.mark.parametrize("size", [0, 1, 16, 64, 100, NUM_BYTES - 1])
+def test_a_page_that_was_cut_has_no_steps_and_harms_nobody(tmp_path, size):
+    path = tmp_path / "busy"
+    engine, flag = BusyFlag(path), BusyFlagReader(path)
+    flag.is_busy()
+    engine.note_step(1, 1, 1, 1, 0)
+    os.truncate(path, size)
+    assert [row.number for row in flag.new_steps()] == ([1] if size >= offset_of(2) else [])
+    engine.close()
+
+
+def test_steps_of_all_engines_come_in_the_order_of_their_ends(tmp_path):
+    engines = [BusyFlag(tmp_path / name / "busy") for name in ("chat-0", "chat-1")]
+    flags = BusyFlags(tmp_path, ["*"])
+    flags.discover()
+    flags.is_busy()
+    for end_ns, which in ((1, 0), (2, 1), (3, 0)):
+        engines[which].note_step(end_ns, 1, 1, 1, 0)
+    assert [(name, row.end_ns) for name, row in flags.new_steps()] == [("chat-0", 1), ("chat-1", 2), ("chat-0", 3)]
+    for engine in engines:
+        engine.close()

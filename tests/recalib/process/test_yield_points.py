@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -143,7 +144,8 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
+    """A parameter is changes of the trainer's settings."""
     runtime = tmp_path / "run"
     engine = runtime / "engines" / "engine-0"
     engine.mkdir(parents=True)
@@ -158,6 +160,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
         rows_per_micro_step=160,
         status_interval_s=0.05,
         micro_steps_per_update=1,
+        **getattr(request, "param", {}),
     )
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
@@ -173,7 +176,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
         endpoint,
         on_tick=ticks.append,
     )
-    request = wire.TrainRequest(
+    train = wire.TrainRequest(
         operation_id="op-1",
         capture_path=str(ring.path),
         target_path=str(target),
@@ -181,7 +184,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
         workloads=["b"],
         max_seconds=600.0,
     )
-    site = Site(trainer, socket, busy, request, ticks)
+    site = Site(trainer, socket, busy, train, ticks)
     site.turn_until(wire.TrainerHello)
     write_sessions(ring, "b", 60)
     site.turn_until(wire.TrainerStatus, lambda status: status.samples >= 60)
@@ -229,3 +232,57 @@ def test_a_stop_is_heard_amid_a_unit(site: Site, monkeypatch: pytest.MonkeyPatch
     site.raise_amid_a_unit(monkeypatch, stop)
     site.send(site.request)
     assert "stopped" in site.error()
+
+
+@contextlib.contextmanager
+def never_idle(engine: BusyFlag, waiting: int = 0) -> Iterator[None]:
+    """An engine that always has a request, with steps of 10 ms."""
+    is_over = threading.Event()
+
+    def work() -> None:
+        while not is_over.wait(0.01):
+            engine.note_step(time.monotonic_ns(), 10_000, 8, 1, waiting)
+
+    engine.set(True)
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield
+    is_over.set()
+    thread.join()
+
+
+BESIDE = [{"when": "spare", "latency_budget": 0.2}]
+
+
+@pytest.mark.parametrize("site", BESIDE, indirect=True)
+def test_it_trains_beside_requests_that_never_end(site: Site) -> None:
+    with never_idle(site.busy):
+        site.send(site.request)
+        found = site.turn_until(wire.TrainerStatus, lambda status: status.steps >= 8)
+    last = found[-1]
+    assert isinstance(last, wire.TrainerStatus)
+    assert last.state == "training"
+    assert 0.0 < last.train_seconds <= last.beside_seconds + 0.5
+    assert last.beside_seconds < 0.35 * last.elapsed_s, "no more than its duty"
+    assert last.beside_duty >= 0.2
+    assert last.preemptions == 0, "nobody had to wait for it to stop"
+    pauses = {message.beside_pause for message in found if isinstance(message, wire.TrainerStatus)}
+    assert "steps without training are measured" in pauses
+
+
+@pytest.mark.parametrize("site", BESIDE, indirect=True)
+def test_it_does_not_while_requests_wait_for_a_place(site: Site) -> None:
+    with never_idle(site.busy, waiting=2):
+        site.send(site.request)
+        found = site.turn_until(wire.TrainerStatus, lambda status: status.beside_pause.startswith("requests wait"))
+        last = found[-1]
+        assert isinstance(last, wire.TrainerStatus)
+        assert (last.steps, last.beside_seconds, last.state) == (0, 0.0, "waiting")
+
+
+@pytest.mark.parametrize("site", [{"when": "always"}], indirect=True)
+def test_on_a_device_of_its_own_it_yields_to_none(site: Site) -> None:
+    with never_idle(site.busy, waiting=2):
+        site.send(site.request)
+        found = site.turn_until(wire.TrainerStatus, lambda status: status.steps >= 8)
+    assert {message.preemptions for message in found if isinstance(message, wire.TrainerStatus)} == {0}

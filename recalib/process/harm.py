@@ -1,0 +1,199 @@
+"""Measures what training beside requests costs their steps: windows with training and without take turns, in a random order.
+
+A window's cost is the time of its steps over what they should take: a line in requests and tokens, fitted to steps of windows
+without training (fitted to all, it would learn the harm). A pair's harm is the ratio of its two windows' costs, less 1. Chance
+decides which of a pair comes first, so traffic that changes doesn't favour either.
+
+Two tests bet on the harm x of each pair around the budget m, with bets that earlier pairs chose:
+
+    E = Π (1 + λ (x − m))    grows where the mean harm is above m    (harm: restarted at 1 whenever it is below)
+    E = Π (1 + λ (m − x))    grows where it is below                 (harmless: since the duty was last changed)
+
+x − m is clipped to ±c. Under its hypothesis each factor has mean ≤ 1. So the second passes 20 with probability ≤ 1/20 while the
+harm is above the budget, however often one looks (Ville). The first is raised falsely at most once in 20 pairs on average, if
+the harm is at the budget all the time.
+
+The mean sees what a median can't: few steps meet a unit of training, and lose much. `slow_share` tells the tail: the share of
+steps with training that take longer, for what they should take, than 99 of 100 without.
+
+Source: Waudby-Smith & Ramdas, arXiv 2010.09686 (bets); Shin, Ramdas & Rinaldo, arXiv 2203.03532 (restarts); Ham et al., arXiv
+2210.08639 (designs whose order is random).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+
+import numpy as np
+
+from honed.adapt.protocol.arrays import Floats
+from honed.adapt.protocol.step_page import StepRow
+
+LOG_20 = math.log(20.0)
+OFF_S, ON_S = (0.8, 1.2), (1.6, 2.4)
+"""Time of steps in a window without training, and with it: drawn from these ranges."""
+SETTLE_NS = 150_000_000
+"""Steps that begin sooner after a window's beginning count in neither."""
+LEAST_STEPS = 100
+"""Steps without training before the first pair."""
+MOST_RATIOS = 4096
+LEAST_RATIOS = 200
+_FIT_EVERY = 64
+_FORGETTING = 0.9995
+_WIDTH = 4.0
+"""c over the budget."""
+_MOST_BET = 0.9
+_PRIOR_PAIRS = 2.0
+
+
+class StepCosts:
+    """What an engine's steps take without training: c₀ + c₁·requests + c₂·tokens, by least squares of relative errors."""
+
+    def __init__(self) -> None:
+        self._products: Floats = np.zeros((3, 3))
+        self._sums: Floats = np.zeros(3)
+        self._line: Floats = np.zeros(3)
+        self.num_steps = 0
+
+    def observe(self, row: StepRow) -> None:
+        """Learn from a step without training."""
+        x = np.array((1.0, row.requests, row.tokens)) / row.duration_us
+        self._products = _FORGETTING * self._products + np.outer(x, x)
+        self._sums = _FORGETTING * self._sums + x
+        self.num_steps += 1
+        if self.num_steps >= LEAST_STEPS and (self.num_steps - LEAST_STEPS) % _FIT_EVERY == 0:
+            ridge = 1e-6 * np.diag(self._products.diagonal() + 1e-30)
+            self._line = np.linalg.solve(self._products + ridge, self._sums).astype(np.float64)
+
+    def expected_us(self, row: StepRow) -> float:
+        """Return the microseconds that a step should take; 0: not known."""
+        return max(float(self._line @ (1.0, row.requests, row.tokens)), 0.0)
+
+
+class Bets:
+    """Evidence that a mean is above the budget, and that it is below, from values that come one by one."""
+
+    def __init__(self, budget: float) -> None:
+        self._budget, self._width = budget, _WIDTH * budget
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: what is measured has changed."""
+        self.log_harm = self.log_harmless = 0.0
+        self.count = 0
+        self._sum = self._squares = 0.0
+
+    def add(self, x: float) -> None:
+        """Bet on a value, then learn from it."""
+        over = min(max(x - self._budget, -self._width), self._width)
+        self.log_harm = max(self.log_harm, 0.0) + math.log1p(self._bet(1.0) * over)
+        self.log_harmless += math.log1p(-self._bet(-1.0) * over)
+        self.count += 1
+        self._sum += over
+        self._squares += over**2
+
+    @property
+    def mean(self) -> float:
+        """Mean of the values, each as far from the budget as is counted; the budget without any."""
+        return self._budget + self._sum / max(self.count, 1)
+
+    @property
+    def error(self) -> float:
+        """Its standard error, from a spread of the budget on before values come."""
+        pairs = self.count + _PRIOR_PAIRS
+        variance = self._mean_square - (self._sum / pairs) ** 2
+        return math.sqrt(max(variance, 0.0) / pairs)
+
+    @property
+    def _mean_square(self) -> float:
+        return (self._squares + _PRIOR_PAIRS * self._budget**2) / (self.count + _PRIOR_PAIRS)
+
+    def _bet(self, sign: float) -> float:
+        """Share of the stake that would have grown it fastest so far (approximately: mean over mean square)."""
+        mean = (sign * self._sum + self._budget * _PRIOR_PAIRS / 2) / (self.count + _PRIOR_PAIRS)
+        return min(max(mean / self._mean_square, 0.0), _MOST_BET / self._width)
+
+
+class HarmMeter:
+    """Plans the windows and weighs their pairs.
+
+    Args:
+        budget: tolerated harm, as a share of steps' time.
+    """
+
+    def __init__(self, budget: float, draw: random.Random | None = None) -> None:
+        self.bets = Bets(budget)
+        self._draw = draw or random.Random()
+        self._costs: dict[str, StepCosts] = {}
+        self._off_ratios: deque[float] = deque(maxlen=MOST_RATIOS)
+        self._slow_from = math.inf
+        self._on_steps = self._slow_steps = 0.0
+        self.is_on = False
+        """Whether training may run beside requests in this window."""
+        self._is_first = True
+        self._seen: dict[bool, tuple[float, float]] = {}
+        self._began_ns = 0
+        self._taken_s = self._expected_s = self._worked_s = 0.0
+        self._length_s = OFF_S[1]
+
+    @property
+    def slow_share(self) -> float:
+        """Share of recent steps with training that are slower than 99 of 100 without: 0.01 if training costs nothing."""
+        return self._slow_steps / self._on_steps if self._on_steps else 0.0
+
+    def overrun(self, engine_id: str, row: StepRow) -> float:
+        """Return a step's time over what it should take; 1 if that isn't known."""
+        expected_us = self._costs[engine_id].expected_us(row) if engine_id in self._costs else 0.0
+        return row.duration_us / expected_us if expected_us else 1.0
+
+    def worked(self, seconds: float) -> None:
+        """Note time of training beside requests."""
+        self._worked_s += seconds
+
+    def observe(self, engine_id: str, row: StepRow, now_ns: int, duty: float) -> float | None:
+        """Count a step. Return the pair's harm if this step ended a pair that tells something.
+
+        Args:
+            duty: share of its windows' time that training was meant to take.
+        """
+        if not row.duration_us or row.end_ns - 1000 * row.duration_us < self._began_ns + SETTLE_NS:
+            return None
+        costs = self._costs.setdefault(engine_id, StepCosts())
+        expected_us = costs.expected_us(row)
+        if not self.is_on:
+            costs.observe(row)
+        if expected_us:
+            self._taken_s += row.duration_us / 1e6
+            self._expected_s += expected_us / 1e6
+            self._note_ratio(row.duration_us / expected_us)
+        return self._close(now_ns, duty) if self._taken_s >= self._length_s else None
+
+    def _note_ratio(self, ratio: float) -> None:
+        if not self.is_on:
+            self._off_ratios.append(ratio)
+        elif len(self._off_ratios) >= LEAST_RATIOS:
+            fade = 1.0 - 1.0 / MOST_RATIOS
+            self._on_steps = fade * self._on_steps + 1.0
+            self._slow_steps = fade * self._slow_steps + (ratio > self._slow_from)
+
+    def _close(self, now_ns: int, duty: float) -> float | None:
+        """End the window, begin the next, and return the pair's harm."""
+        self._seen[self.is_on] = self._taken_s / self._expected_s, self._worked_s / self._taken_s
+        if not self.is_on and len(self._off_ratios) >= LEAST_RATIOS:
+            self._slow_from = float(np.quantile(self._off_ratios, 0.99))
+        harm = None
+        if self._is_first:
+            self.is_on = not self.is_on
+        else:
+            (on, worked), (off, _) = self._seen[True], self._seen[False]
+            if worked >= duty / 2:
+                harm = on / off - 1.0
+                self.bets.add(harm)
+            self.is_on = self._draw.random() < 0.5
+            self._seen.clear()
+        self._is_first = not self._is_first
+        self._length_s = self._draw.uniform(*(ON_S if self.is_on else OFF_S))
+        self._began_ns, self._taken_s, self._expected_s, self._worked_s = now_ns, 0.0, 0.0, 0.0
+        return harm

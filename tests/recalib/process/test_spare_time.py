@@ -1,0 +1,174 @@
+"""Training beside requests on a simulated device: the harm stays within the budget, at every load and price."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from honed.adapt.protocol.step_page import StepRow
+from honed.recalib.process.harm import LOG_20, Bets
+from honed.recalib.process.spare_time import HOLD_S, STALE_NS, SpareTime
+
+BUDGET = 0.02
+LOOK_S, UNIT_S = 0.02, 0.004
+
+
+@dataclass
+class Device:
+    """One device in simulated time: steps of serving, and units of training that slow the step they fall on.
+
+    Args:
+        price: what a second of training costs a step that it falls on, in seconds; of the time.
+        load: share of the time in which there are requests.
+    """
+
+    spare: SpareTime
+    price: Callable[[float], float]
+    load: float = 1.0
+    seed: int = 0
+    noise: float = 0.05
+    now_s: float = 1000.0
+    taken_s: float = 0.0
+    fair_s: float = 0.0
+    rows: list[tuple[str, StepRow]] = field(default_factory=list)
+    number: int = 0
+    waiting: int = 0
+
+    def run(self, seconds: float) -> tuple[float, float]:
+        """Go on. Return the harm meanwhile, and training beside requests as a share of the time with requests."""
+        draw, until_s, next_look_s = random.Random(self.seed + self.number), self.now_s + seconds, self.now_s
+        taken_s, fair_s, worked_s = self.taken_s, self.fair_s, self.spare.seconds
+        while self.now_s < until_s:
+            if draw.random() > self.load:
+                self.now_s += draw.expovariate(50.0)
+            requests = draw.randint(1, 32)
+            fair = (0.008 + 0.0002 * requests) * draw.lognormvariate(0.0, self.noise)
+            began_s, left_s = self.now_s, fair
+            while left_s > 0.0:
+                if self.now_s >= next_look_s:
+                    self.spare.observe(self.rows, self.now_s)
+                    self.rows, next_look_s = [], self.now_s + LOOK_S
+                if self.spare.may_work(self.now_s):
+                    slowed_s = self.price(self.now_s) * UNIT_S
+                    self.spare.worked(self.now_s, self.now_s + UNIT_S)
+                    left_s += slowed_s
+                tick_s = min(0.002, left_s)
+                self.now_s, left_s = self.now_s + tick_s, left_s - tick_s
+            self.number += 1
+            spent_s = self.now_s - began_s
+            row = StepRow(self.number, int(self.now_s * 1e9), int(spent_s * 1e6), 8 * requests, requests, self.waiting)
+            self.rows.append(("engine-0", row))
+            self.taken_s, self.fair_s = self.taken_s + spent_s, self.fair_s + fair
+        spent = self.taken_s - taken_s
+        return spent / (self.fair_s - fair_s) - 1.0, (self.spare.seconds - worked_s) / spent
+
+
+def device(price: float | Callable[[float], float], **more: float) -> Device:
+    spare = SpareTime(BUDGET, draw=random.Random(1))
+    return Device(spare, price if callable(price) else lambda _: price, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 1.0])
+@pytest.mark.parametrize("price", [0.3, 1.0, 3.0])
+def test_the_harm_stays_within_the_budget(price: float, load: float) -> None:
+    """A unit that costs three times its length is found out; one that costs little gets more."""
+    made = device(price, load=load)
+    made.run(240.0)
+    harm, worked = made.run(300.0)
+    assert harm < 1.15 * BUDGET
+    assert worked > 0.1 * BUDGET / price
+
+
+def test_harm_that_appears_is_answered_within_two_minutes() -> None:
+    made = device(lambda now_s: 0.5 if now_s < 1600.0 else 6.0)
+    _, before = made.run(600.0)
+    duty = made.spare.duty
+    made.run(120.0)
+    assert made.spare.duty <= duty / 2
+    harm, worked = made.run(200.0)
+    assert worked < before
+    assert harm < 3.0 * before  # it was six times
+    held = made.spare.duty
+    made.run(HOLD_S - 220.0)
+    assert made.spare.duty <= held
+
+
+def test_where_training_costs_nothing_it_gets_the_device() -> None:
+    made = device(0.0)
+    made.run(600.0)
+    harm, worked = made.run(120.0)
+    assert abs(harm) < 0.01
+    assert worked > 0.3
+
+
+def test_steps_that_suddenly_crawl_end_it_at_once() -> None:
+    made = device(lambda now_s: 1.0 if now_s < 1060.0 else 40.0)
+    made.run(60.0)
+    reasons = []
+    for _ in range(100):
+        made.run(0.1)
+        reasons.append(made.spare.why_not(made.now_s))
+    assert "steps were slow beside training" in reasons
+
+
+def test_after_the_third_alarm_in_an_hour_it_is_off() -> None:
+    made = device(30.0)
+    made.run(1800.0)
+    assert "off for an hour" in made.spare.why_not(made.now_s)
+    harm, worked = made.run(60.0)
+    assert worked == 0.0
+    assert abs(harm) < 1e-6
+
+
+def test_nothing_runs_while_requests_wait_or_no_step_ends() -> None:
+    made = device(1.0)
+    made.run(60.0)
+    made.waiting = 3
+    made.run(1.0)
+    while not made.spare.meter.is_on:
+        made.run(0.1)
+    assert made.spare.why_not(made.now_s) == "requests wait for a place in the batch"
+    _, worked = made.run(20.0)
+    assert worked == 0.0
+    made.waiting = 0
+    made.run(1.0)
+    while not made.spare.meter.is_on:
+        made.run(0.1)
+    assert made.spare.why_not(made.now_s + STALE_NS / 1e9 + 0.1) == "no step has ended lately"
+
+
+def test_slow_steps_are_told() -> None:
+    free, costly = device(0.0), device(1.0)
+    free.run(400.0)
+    costly.run(400.0)
+    assert 0.002 < free.spare.meter.slow_share < 0.025
+    assert costly.spare.meter.slow_share > 0.03
+
+
+@pytest.mark.parametrize("spread", [0.2, 1.0, 4.0])
+def test_harmless_is_rarely_said_of_what_costs_the_budget(spread: float) -> None:
+    """At most one run in twenty, however often one looks."""
+    generator, wrong = np.random.default_rng(3), 0
+    for _ in range(400):
+        bets = Bets(BUDGET)
+        for x in generator.normal(BUDGET, spread * BUDGET, size=150):
+            bets.add(float(x))
+            if bets.log_harmless >= LOG_20:
+                wrong += 1
+                break
+    assert wrong <= 0.05 * 400 + 2.0 * math.sqrt(0.05 * 0.95 * 400)
+
+
+@pytest.mark.parametrize(("mean", "said"), [(0.0, "log_harmless"), (3 * BUDGET, "log_harm")])
+def test_what_is_clear_is_said_soon(mean: float, said: str) -> None:
+    generator, bets = np.random.default_rng(4), Bets(BUDGET)
+    while getattr(bets, said) < LOG_20:
+        bets.add(float(generator.normal(mean, BUDGET)))
+        assert bets.count < 40
+    assert getattr(bets, "log_harm" if said == "log_harmless" else "log_harmless") < LOG_20
+    assert abs(bets.mean - mean) < 4 * bets.error
