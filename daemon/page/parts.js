@@ -202,6 +202,7 @@ function show_training({ status, operation }) {
     ["Loss", "loss", trainer.loss ? number(trainer.loss, 3) : NONE],
     ["Idle share", "idle_ratio", percent(trainer.idle_ratio, 0)],
     ["Yielded", "preemptions", `${count(trainer.preemptions)} times, p99 ${seconds(trainer.preemption_s_p99)}, of computing ${seconds(trainer.preemption_computing_s_p99)}`],
+    ["Beside requests", "beside_duty", trainer.beside_duty ? `${percent(trainer.beside_duty, 1)} of their time; adds ${percent(trainer.beside_harm, 1)} to steps` : "never"],
   ]);
 }
 

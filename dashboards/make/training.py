@@ -105,6 +105,17 @@ def costs() -> list[Panel]:
             right="BC",
         ),
         plot(
+            "Training beside requests",
+            "Share of the time with requests that training may take, what it is estimated to add to steps of serving, and the "
+            "share of steps beside it that are slower than 99 of 100 without.",
+            [
+                (f"max by (job) (honed_training_beside_requests_duty{{{JOB}}})", "duty"),
+                (f"max by (job) (honed_training_harm_ratio{{{JOB}}})", "added to steps"),
+                (f"max by (job) (honed_training_slow_steps_ratio{{{JOB}}})", "slow steps"),
+            ],
+            unit="percentunit",
+        ),
+        plot(
             "Inter-token latency p99, while training and not",
             "vLLM's own measurement, split by whether a trainer of these jobs was at work (computing, yielding or gating).",
             [

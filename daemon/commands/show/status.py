@@ -304,7 +304,16 @@ def trainer_line(trainer: Document | None) -> str:
         text += f", {progress_line(trainer)}"
     yielded = f"{cells.count(trainer.get('preemptions'))} pre-emptions"
     delay_s, computing_s = (cells.number(trainer.get(name), 3) for name in ("preemption_s_p99", "preemption_computing_s_p99"))
-    return f"{text}, {yielded} (p99 {delay_s} s, of computing {computing_s} s)"
+    text += f", {yielded} (p99 {delay_s} s, of computing {computing_s} s)"
+    return f"{text}, {beside_line(trainer)}" if trainer.get("beside_duty") else text
+
+
+def beside_line(trainer: Document) -> str:
+    """Training beside requests, and what it costs them."""
+    seconds, duty, harm, error = (trainer.get(f"beside_{name}") or 0.0 for name in ("seconds", "duty", "harm", "harm_error"))
+    cost = f"{100 * duty:.1f} % of their time, steps {100 * harm:+.1f} ± {100 * error:.1f} %"
+    why = trainer.get("beside_pause")
+    return f"{seconds:,.0f} s beside requests ({cost}{f'; {cells.text(why)}' if why else ''})"
 
 
 def progress_line(trainer: Document) -> str:
