@@ -13,6 +13,7 @@ from torch import Tensor
 from honed.adapt.protocol.drafter_tensors import makes_context
 from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.samples.sample import TrainingSample
+from honed.recalib.training import micro_step
 from honed.recalib.training.micro_step import Loss, MicroTrainer, Scope, TrainingSettings
 from honed.recalib.training.pace import Pace, run_through
 
@@ -176,9 +177,9 @@ def test_the_learning_rate_cools_down_to_nothing(make_drafter: MakeDrafter, make
     trainer.step([sample], remaining=0.0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in drafter.state_dict().items())
     trainer.step([sample], remaining=0.5)
-    assert trainer._optimizer.param_groups[0]["lr"] == QUICK.learning_rate
+    assert trainer._optimizers[0].param_groups[0]["lr"] == QUICK.learning_rate
     trainer.step([sample], remaining=0.1)
-    assert trainer._optimizer.param_groups[0]["lr"] == pytest.approx(0.4 * QUICK.learning_rate)
+    assert trainer._optimizers[0].param_groups[0]["lr"] == pytest.approx(0.4 * QUICK.learning_rate)
 
 
 class EveryOther(Pace):
@@ -331,3 +332,24 @@ def test_an_update_without_a_finite_loss_is_dropped(make_drafter: MakeDrafter, m
     assert figures[1].is_update
     assert all(tensor.isfinite().all() for tensor in trainer.state().values() if tensor.is_floating_point())
     assert not torch.equal(weights(drafter)["norm.weight"], before["norm.weight"])
+
+
+@pytest.mark.parametrize("most", [1, 300, 1 << 25])
+def test_an_update_in_groups_is_the_same_update(
+    most: int, make_drafter: MakeDrafter, make_sample: MakeSample, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = make_drafter()
+    MicroTrainer(whole, QUICK).step([make_sample()])
+    monkeypatch.setattr(micro_step, "GROUP_NUMBERS", most)
+    drafter = make_drafter()
+    trainer = MicroTrainer(drafter, QUICK)
+    sizes = [sum(p.numel() for p in optimizer.param_groups[0]["params"]) for optimizer in trainer._optimizers]
+    assert sum(sizes) == sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    assert all(
+        size <= most or len(optimizer.param_groups[0]["params"]) == 1
+        for size, optimizer in zip(sizes, trainer._optimizers, strict=True)
+    )
+    units = sum(1 for _ in trainer.parts([make_sample()]))
+    assert units == 1 + len(sizes), "serving gets its turn after each group"
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(tensor, whole.state_dict()[name]), name
