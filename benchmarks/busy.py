@@ -53,9 +53,9 @@ class Plan:
     """Amount of measurement."""
 
     latency_budget: float = 0.1
-    max_steps: int = 120
+    max_steps: int = 60
     block_s: float = 10.0
-    least_pairs: int = 8
+    same_pairs: int = 10
     """Of blocks without training in either; with training, until it ends."""
     most_s: float = 900.0
     """Longest wait for a recalibration."""
@@ -179,7 +179,7 @@ class Load:
                 else:
                     await self._ask("POST", f"/v1/operations/{operation}:cancel", {"reason": "benchmark: out of time"})
                 seconds = time.monotonic() - began_s
-                same = await self._blocks(max(self._plan.least_pairs, len(trained)), trains=False)
+                same = await self._blocks(self._plan.same_pairs, trains=False)
             finally:
                 self._is_over = True
                 await arrivals
