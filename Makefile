@@ -149,7 +149,8 @@ contract: setup
 # Every benchmark is one module of benchmarks/, which says in its docstring what it measures and how long it takes.
 BENCHMARKS := decide hotpath scrape regret trees trees-replay kernels against-vllm canary gate swap capture yield busy overhead recalib adapt
 MODULE_kernels := kernel_bench
-MODULE_yield := yielding
+MODULE_yield := latency.yielding
+MODULE_busy := latency.busy
 MODULE_trees-replay := simulated.trees_replay
 bench: $(BENCHMARKS:%=bench-%)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.busy import Block, Pair, ratio
+from benchmarks.latency.busy import Block, Pair, ratio
 
 
 def block(gap_s: float, first_s: float, requests: int = 20) -> Block:

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import swap, yielding
+from benchmarks import swap
+from benchmarks.latency import yielding
 from benchmarks.server.measured import percentile
 from benchmarks.server.processes import ProcessError
 
