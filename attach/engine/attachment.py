@@ -287,9 +287,6 @@ class Attachment:
         unplanned = Plan(self._step, self._began_ns, "unplanned", self._num_spec_tokens, self._drafting_version)
         plan = self._plan or unplanned
         step = recorder.end(plan)
-        if step is not None:
-            _, waiting = self._scheduler.get_request_counts()
-            self._busy.note_step(step.end_ns, step.duration_us, step.num_tokens, len(step.scheduled), waiting)
         self.log_latency.record(recorder.spent_ns)
         began_ns = time.perf_counter_ns()
         if plan.padded:
@@ -301,6 +298,8 @@ class Attachment:
             if invalid:  # tokens that a grammar rejected tell nothing about the drafter
                 drafts = [k - invalid.get(request_id, 0) for request_id, k in zip(request_ids, drafts, strict=True)]
             self._decider.observe(request_ids, drafts, accepted)
+        if step is not None:
+            self._busy.note_step(step.end_ns, step.duration_us, step.num_tokens, len(step.scheduled), self._num_waiting())
         self.decide_latency.record(self._decide_ns + time.perf_counter_ns() - began_ns)
         if not self._requests:
             self._model_wait.rest()
@@ -351,6 +350,11 @@ class Attachment:
     @property
     def _can_swap(self) -> bool:
         return "swap" in self._workers.findings.capabilities
+
+    def _num_waiting(self) -> int:
+        """Requests that wait for a place in the batch. vLLM also counts sessions that wait for their client's next input."""
+        _, waiting = self._scheduler.get_request_counts()
+        return max(int(waiting) - int(getattr(self._scheduler, "num_waiting_for_streaming_input", 0)), 0)
 
     def _set_busy(self) -> None:
         self._busy.set(self.commands.is_asleep or len(self._requests) > 0)

@@ -34,25 +34,32 @@ class BusyFlag:
             os.close(self._descriptor)
             raise
         self._raised_ns = self._num_steps = 0
-        self._is_busy = False
+        self._is_busy, self._is_telling = False, True
 
     def set(self, is_busy: bool) -> None:
         """Set whether there is work; free when that hasn't changed."""
-        if is_busy != self._is_busy:
+        if is_busy != self._is_busy and self._descriptor >= 0:
             self._is_busy = is_busy
             if is_busy:
                 self._raised_ns = time.monotonic_ns()
             os.pwrite(self._descriptor, FLAG.pack(is_busy, self._raised_ns), 0)
 
     def note_step(self, end_ns: int, duration_us: int, tokens: int, requests: int, waiting: int) -> None:
-        """Tell the trainer of a step; the arguments are those of `StepRow`."""
+        """Tell the trainer of a step; the arguments are those of `StepRow`. If it can't be written, none is told any more."""
+        if not self._is_telling:
+            return
         self._num_steps += 1
         row = StepRow(self._num_steps, end_ns, duration_us, tokens, requests, waiting)
-        os.pwrite(self._descriptor, pack_row(row), offset_of(self._num_steps))
+        try:
+            os.pwrite(self._descriptor, pack_row(row), offset_of(self._num_steps))
+        except OSError:
+            self._is_telling = False
 
     def close(self) -> None:
         """Lower the flag, so that a stopped engine doesn't hold back training."""
         try:
             self.set(False)
         finally:
-            os.close(self._descriptor)
+            descriptor, self._descriptor, self._is_telling = self._descriptor, -1, False
+            if descriptor >= 0:  # its number may be another file's by the time of a second call
+                os.close(descriptor)

@@ -205,12 +205,21 @@ class Load:
             for name in self._draw.sample(("on", "off"), 2):
                 word = "resume" if trains and name == "on" else "pause"
                 await self._ask("POST", f"/v1/training:{word}", {"reason": "benchmark"})
+                await self._until_paused(word == "pause")
                 pair[name] = self._block = Block()
                 self._from_s = time.monotonic() + SETTLE_S
                 await asyncio.sleep(self._plan.block_s)
             self._block = Block()
             pairs.append(pair)
         return pairs
+
+    async def _until_paused(self, is_paused: bool) -> None:
+        """Wait until the trainer has heard of it."""
+        until_s = time.monotonic() + 10.0
+        while ((await self._ask("GET", "/v1/status"))["trainer"]["state"] == "paused") != is_paused:
+            if time.monotonic() > until_s:
+                raise ProcessError("the trainer doesn't follow a pause")
+            await asyncio.sleep(0.05)
 
     async def _arrive(self, client: httpx2.AsyncClient) -> None:
         """Send requests until it is over; then wait for their ends."""

@@ -107,7 +107,7 @@ class TrainerSettings(SampleSettings):
     """Context rows of one micro-step. With the anchors they set its cost; a GPU divides it (`preempt_budget_s`)."""
     preempt_budget_s: float = 0.05
     """Longest time that serving waits for a unit on a GPU. Micro-steps are divided by measured times; 0: no division. With
-    `when = "spare"` a unit takes 5 ms at most. No effect on a CPU, where the trainer stops before every operation."""
+    `when = "spare"` they are divided for 5 ms. No effect on a CPU, where the trainer stops before every operation."""
     max_duty: float = 1.0
     """Largest share of the device's idle time that training uses. The trainer rests after each unit for the remainder."""
 

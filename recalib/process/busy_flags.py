@@ -13,7 +13,7 @@ import math
 import os
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from honed.adapt.protocol.step_page import FLAG, NUM_BYTES, StepRow, rows_after
@@ -86,7 +86,7 @@ class BusyFlags:
         """Each engine has a folder with its name in `engines_dir`. A pattern is an id; `*` in it matches anything."""
         self._engines_dir, self._patterns = engines_dir, patterns
         self._flags: dict[Path, BusyFlagReader] = {}
-        self._raised: list[BusyFlagReader] = []
+        self._raised: dict[str, BusyFlagReader] = {}
 
     def discover(self) -> None:
         """Find engines that have started or stopped."""
@@ -95,8 +95,13 @@ class BusyFlags:
 
     def is_busy(self) -> bool:
         """Return whether any of them has work now."""
-        self._raised = [flag for flag in self._flags.values() if flag.is_busy()]
+        self._raised = {path.parent.name: flag for path, flag in self._flags.items() if flag.is_busy()}
         return bool(self._raised)
+
+    @property
+    def busy_engines(self) -> Collection[str]:
+        """Ids of the engines that `is_busy` last found with work."""
+        return self._raised.keys()
 
     def new_steps(self) -> list[tuple[str, StepRow]]:
         """Return all engines' steps since the last call with their engine's id, in the order of their ends."""
@@ -106,7 +111,7 @@ class BusyFlags:
     @property
     def raised_s(self) -> float:
         """Start of the work that `is_busy` last saw, as `BusyFlagReader.raised_s`."""
-        return min((flag.raised_s for flag in self._raised), default=0.0)
+        return min((flag.raised_s for flag in self._raised.values()), default=0.0)
 
     def _is_shared_with(self, engine_id: str) -> bool:
         return any(fnmatch.fnmatchcase(engine_id, pattern) for pattern in self._patterns)

@@ -9,12 +9,16 @@ Two tests bet on the harm x of each pair around the budget m, with bets that ear
     E = Π (1 + λ (x − m))    grows where the mean harm is above m    (harm: restarted at 1 whenever it is below)
     E = Π (1 + λ (m − x))    grows where it is below                 (harmless: since the duty was last changed)
 
-x − m is clipped to ±c. Under its hypothesis each factor has mean ≤ 1. So the second passes 20 with probability ≤ 1/20 while the
-harm is above the budget, however often one looks (Ville). The first is raised falsely at most once in 20 pairs on average, if
-the harm is at the budget all the time.
+x − m is clipped to ±c, so both speak of the mean of clipped values: a rare pair that is far worse counts as c. Under its
+hypothesis each factor has mean ≤ 1. So the second passes 20 with probability ≤ 1/20 while the harm is above the budget, however
+often one looks (Ville). The first is raised falsely once in 20 pairs or rarer, if the harm is at the budget all the time:
+training loses by it, not the users.
+
+A pair counts for the first test if anything was trained in it, whatever stopped it then. It counts for the second only if at
+least half of the share was trained. Bets and estimate follow the last fifty pairs or so.
 
 The mean sees what a median can't: few steps meet a unit of training, and lose much. `slow_share` tells the tail: the share of
-steps with training that take longer, for what they should take, than 99 of 100 without.
+steps, in windows with training, that take longer for what they should take than 99 of 100 without.
 
 Source: Waudby-Smith & Ramdas, arXiv 2010.09686 (bets); Shin, Ramdas & Rinaldo, arXiv 2203.03532 (restarts); Ham et al., arXiv
 2210.08639 (designs whose order is random).
@@ -46,6 +50,7 @@ _WIDTH = 4.0
 """c over the budget."""
 _MOST_BET = 0.9
 _PRIOR_PAIRS = 2.0
+_FADE = 1.0 - 1.0 / 50.0
 
 
 class StepCosts:
@@ -82,22 +87,26 @@ class Bets:
     def forget(self) -> None:
         """Begin anew: what is measured has changed."""
         self.log_harm = self.log_harmless = 0.0
-        self.count = 0
-        self._sum = self._squares = 0.0
+        self.count = self._sum = self._squares = 0.0
 
-    def add(self, x: float) -> None:
-        """Bet on a value, then learn from it."""
+    def add(self, x: float, is_whole: bool = True) -> None:
+        """Bet on a value, then learn from it.
+
+        Args:
+            is_whole: whether it may show that there is no harm.
+        """
         over = min(max(x - self._budget, -self._width), self._width)
         self.log_harm = max(self.log_harm, 0.0) + math.log1p(self._bet(1.0) * over)
-        self.log_harmless += math.log1p(-self._bet(-1.0) * over)
-        self.count += 1
-        self._sum += over
-        self._squares += over**2
+        if is_whole:
+            self.log_harmless += math.log1p(-self._bet(-1.0) * over)
+        self.count = _FADE * self.count + 1.0
+        self._sum = _FADE * self._sum + over
+        self._squares = _FADE * self._squares + over**2
 
     @property
     def mean(self) -> float:
-        """Mean of the values, each as far from the budget as is counted; the budget without any."""
-        return self._budget + self._sum / max(self.count, 1)
+        """Mean of recent values, each as far from the budget as is counted; the budget without any."""
+        return self._budget + self._sum / max(self.count, 1.0)
 
     @property
     def error(self) -> float:
@@ -130,6 +139,7 @@ class HarmMeter:
         self._off_ratios: deque[float] = deque(maxlen=MOST_RATIOS)
         self._slow_from = math.inf
         self._on_steps = self._slow_steps = 0.0
+        self._on_ratios: list[float] = []
         self.is_on = False
         """Whether training may run beside requests in this window."""
         self._is_first = True
@@ -140,7 +150,7 @@ class HarmMeter:
 
     @property
     def slow_share(self) -> float:
-        """Share of recent steps with training that are slower than 99 of 100 without: 0.01 if training costs nothing."""
+        """Share of recent steps, in windows with training, that are slower than 99 of 100 without; 0.01: it costs nothing."""
         return self._slow_steps / self._on_steps if self._on_steps else 0.0
 
     def overrun(self, engine_id: str, row: StepRow) -> float:
@@ -171,16 +181,23 @@ class HarmMeter:
         return self._close(now_ns, duty) if self._taken_s >= self._length_s else None
 
     def _note_ratio(self, ratio: float) -> None:
-        if not self.is_on:
+        if self.is_on:
+            self._on_ratios.append(ratio)
+        else:
             self._off_ratios.append(ratio)
-        elif len(self._off_ratios) >= LEAST_RATIOS:
-            fade = 1.0 - 1.0 / MOST_RATIOS
+
+    def _count_slow(self) -> None:
+        """Count the steps of a window with training."""
+        fade = 1.0 - 1.0 / MOST_RATIOS
+        for ratio in self._on_ratios if self._worked_s and len(self._off_ratios) >= LEAST_RATIOS else ():
             self._on_steps = fade * self._on_steps + 1.0
             self._slow_steps = fade * self._slow_steps + (ratio > self._slow_from)
+        self._on_ratios.clear()
 
     def _close(self, now_ns: int, duty: float) -> float | None:
         """End the window, begin the next, and return the pair's harm."""
         self._seen[self.is_on] = self._taken_s / self._expected_s, self._worked_s / self._taken_s
+        self._count_slow()
         if not self.is_on and len(self._off_ratios) >= LEAST_RATIOS:
             self._slow_from = float(np.quantile(self._off_ratios, 0.99))
         harm = None
@@ -188,9 +205,9 @@ class HarmMeter:
             self.is_on = not self.is_on
         else:
             (on, worked), (off, _) = self._seen[True], self._seen[False]
-            if worked >= duty / 2:
+            if worked:
                 harm = on / off - 1.0
-                self.bets.add(harm)
+                self.bets.add(harm, is_whole=worked >= duty / 2)
             self.is_on = self._draw.random() < 0.5
             self._seen.clear()
         self._is_first = not self._is_first

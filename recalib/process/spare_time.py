@@ -7,22 +7,22 @@ time gives steps of serving as much less. `HarmMeter` then says what it costs.
     the harm is below it                more, as far as the estimate and its error allow
     five steps beside training in a row take 1.5 times what they should: none for a second, at once
 
-No unit runs while a request waits for a place in the batch, or where no step has ended lately: an engine that sleeps has given
-its memory to others. Units are paid for from a credit that grows with the duty, at times that are drawn, so that they fall on
-steps of all kinds.
+No unit runs while a request waits for a place in the batch, or where an engine with work has ended no step lately: one that
+sleeps has given its memory to others. Work is paid for from a credit that grows with the duty. It begins when the credit has
+reached a drawn amount, so that it falls on steps of all kinds, and goes on until the credit is spent.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from honed.adapt.protocol.step_page import StepRow
 from honed.recalib.process.harm import LOG_20, HarmMeter
 
-SLICE_S = 0.02
-"""Most credit, and so the longest work at a stretch unless a unit is longer."""
+SLICE_S, MOST_DEBT_S = 0.02, 1.0
+"""Most credit, and so the longest work at a stretch unless a unit is longer; most of what a longer one costs later."""
 STALE_NS, JOINED_NS = 2_000_000_000, 1_000_000
 """Age of the latest step from which nothing runs; gap in work that doesn't count as one."""
 HOLD_S, OFF_S, HOUR_S = 300.0, 3600.0, 3600.0
@@ -53,6 +53,8 @@ class SpareTime:
         self._holds_until_s = self._off_until_s = self._pauses_until_s = 0.0
         self._alarms_s: deque[float] = deque(maxlen=MOST_ALARMS)
         self._num_slow = 0
+        self.harm, self.harm_error = 0.0, budget
+        """Latest estimate of what training adds to steps beside it, and its standard error."""
         self._work: deque[tuple[int, int]] = deque(maxlen=64)
         """Latest stretches of training beside requests: from, until, in ns."""
 
@@ -62,36 +64,44 @@ class SpareTime:
             self._latest[engine_id] = row
             self._watch(engine_id, row, now_s)
             if self.meter.observe(engine_id, row, int(now_s * 1e9), self.duty) is not None:
+                self.harm, self.harm_error = self.meter.bets.mean, self.meter.bets.error
                 self._decide(now_s)
 
-    def why_not(self, now_s: float) -> str:
-        """Return why nothing may run beside requests now, whatever the credit; empty if it may."""
+    def why_not(self, now_s: float, engines: Collection[str]) -> str:
+        """Return why nothing may run now beside the requests of these engines, whatever the credit; empty if it may."""
         if now_s < self._off_until_s:
             return f"training cost users more than {self._budget:.0%} {MOST_ALARMS} times in an hour: off for an hour"
         if now_s < self._pauses_until_s:
             return "steps were slow beside training"
         if not self.meter.is_on:
             return "steps without training are measured"
-        if any(row.waiting for row in self._latest.values()):
-            return "requests wait for a place in the batch"
-        newest_ns = max((row.end_ns for row in self._latest.values()), default=0)
-        return "no step has ended lately" if now_s * 1e9 - newest_ns > STALE_NS else ""
+        rows = [self._latest.get(engine_id) for engine_id in engines]
+        if any(row is None or now_s * 1e9 - row.end_ns > STALE_NS for row in rows):
+            return "no step has ended lately"
+        return "requests wait for a place in the batch" if any(row and row.waiting for row in rows) else ""
 
-    def may_work(self, now_s: float) -> bool:
-        """Return whether a unit may begin now beside requests."""
+    def may_work(self, now_s: float, engines: Collection[str]) -> bool:
+        """Return whether a unit may begin, or work go on, now beside the requests of these engines."""
         since_s, self._credited_s = now_s - self._credited_s, now_s
-        if self.why_not(now_s):
+        if self.why_not(now_s, engines):
             return False
         if 0.0 < since_s < 1.0:
             self._credit_s = min(self._credit_s + since_s * self.duty, SLICE_S)
-        return self._credit_s >= self._wanted_s
+        if self._credit_s < self._wanted_s:
+            return False
+        self._wanted_s = 0.0
+        return True
+
+    def idle(self, now_s: float) -> None:
+        """Note that no engine has work: such time earns no credit."""
+        self._credited_s = now_s
 
     def worked(self, began_s: float, ended_s: float) -> None:
         """Pay for work beside requests, and draw the credit that the next needs."""
         spent_s = ended_s - began_s
         self.seconds += spent_s
         self.meter.worked(spent_s)
-        self._credit_s -= spent_s
+        self._credit_s = max(self._credit_s - spent_s, -MOST_DEBT_S)
         began_ns, ended_ns = int(began_s * 1e9), int(ended_s * 1e9)
         if self._work and began_ns - self._work[-1][1] < JOINED_NS:
             began_ns, _ = self._work.pop()

@@ -99,6 +99,8 @@ class Trainer:
         is_busy = self._busy.is_busy()
         self._idleness.observe(is_busy, self._monotonic())
         self._look()
+        if not is_busy:
+            self._note_idle()
         self._work(is_busy)
         self._report(is_busy)
         if self._on_tick is not None:
@@ -179,12 +181,13 @@ class Trainer:
         operation = self._operation
         if operation is None:
             return
-        if operation.needs_device and (self._is_paused or (is_busy and not self._may_work_beside())):
+        is_resting = operation.needs_device and self._rest_s() > 0.0
+        if operation.needs_device and (self._is_paused or (is_busy and (is_resting or not self._may_work_beside()))):
             if is_busy and self._was_working:
                 self._preemptions.observe(0.0, 0.0)  # it came between two units
             self._was_working = False
             operation.keep_waiting()
-        elif operation.needs_device and self._rest_s() > 0.0:
+        elif is_resting:
             operation.keep_waiting()
         else:
             self._advance(operation)
@@ -206,17 +209,19 @@ class Trainer:
             elif self._busy.is_busy():
                 self._yielded()
 
-    def _look(self) -> None:
-        """Take in the engines' steps, now and then."""
+    def _look(self) -> bool:
+        """Take in the engines' steps, now and then; return whether it was time to."""
         now_s = self._monotonic()
-        if self._spare is not None and now_s >= self._next_look_s:
-            self._next_look_s = now_s + _LOOK_S
-            self._spare.observe(self._busy.new_steps(), now_s)
+        if self._spare is None or now_s < self._next_look_s:
+            return False
+        self._next_look_s = now_s + _LOOK_S
+        self._spare.observe(self._busy.new_steps(), now_s)
+        return True
 
     def _may_work_beside(self) -> bool:
         """Return whether a unit may begin, or go on, beside the engines' requests; it is paid for from now on."""
         now_s = self._monotonic()
-        if self._spare is None or not self._spare.may_work(now_s):
+        if self._spare is None or not self._spare.may_work(now_s, self._busy.busy_engines):
             return False
         self._beside_since_s = now_s
         return True
@@ -247,26 +252,24 @@ class Trainer:
         Raises:
             OperationError: the operation must end.
         """
-        was_beside = self._was_beside()
+        was_beside, operation = self._was_beside(), self._operation
+        assert operation is not None
         if not self._busy.is_busy():
             self._computed_before_s = self._computed_s()
+            self._note_idle()
             return
-        self._look()
-        if self._may_work_beside():
+        if self._look():
+            self._hear(operation, 0.0)
+        if not self._is_paused and self._may_work_beside():
             return
         if not was_beside:
             self._yielded()
-        began_s, operation = self._monotonic(), self._operation
-        assert operation is not None
-        while self._busy.is_busy() and not self._may_work_beside():
+        began_s = self._monotonic()
+        while self._is_paused or (self._busy.is_busy() and not self._may_work_beside()):
             if self.is_stopping:
                 raise OperationError(_STOPPED)
             operation.check_deadline()
-            messages = self._link.receive(self._busy_wait_s())
-            self._put_off += messages
-            for message in messages:
-                if (why := _ends(message, operation)) is not None:
-                    raise OperationError(why)
+            self._hear(operation, self._busy_wait_s())
             self._take_samples()
             self._look()
             self._idleness.observe(is_busy=True, now_s=self._monotonic())
@@ -276,6 +279,24 @@ class Trainer:
         self._stood_by_s += self._monotonic() - began_s
         self._computed_before_s = self._computed_s()
         self._was_working = True
+
+    def _hear(self, operation: Recalibration, wait_s: float) -> None:
+        """Amid a unit: pause and go on at once; other messages are put off until its end, unless they end the operation.
+
+        Raises:
+            OperationError: the operation must end.
+        """
+        for message in self._link.receive(wait_s):
+            if isinstance(message, wire.TrainPause):
+                self._pause(message.paused)
+                continue
+            self._put_off.append(message)
+            if (why := _ends(message, operation)) is not None:
+                raise OperationError(why)
+
+    def _note_idle(self) -> None:
+        if self._spare is not None:
+            self._spare.idle(self._monotonic())
 
     def _working_s(self) -> float:
         """Clock that stands still while a unit waits for engines."""
@@ -350,16 +371,15 @@ class Trainer:
             status = self._with_spare(status, self._spare, now_s)
         self._link.send(_with_progress(status, operation) if operation else status)
 
-    @staticmethod
-    def _with_spare(status: wire.TrainerStatus, spare: SpareTime, now_s: float) -> wire.TrainerStatus:
+    def _with_spare(self, status: wire.TrainerStatus, spare: SpareTime, now_s: float) -> wire.TrainerStatus:
         return msgspec.structs.replace(
             status,
             beside_seconds=spare.seconds,
             beside_duty=spare.duty,
-            beside_harm=spare.meter.bets.mean if spare.meter.bets.count else 0.0,
-            beside_harm_error=spare.meter.bets.error,
+            beside_harm=spare.harm,
+            beside_harm_error=spare.harm_error,
             beside_slow_share=spare.meter.slow_share,
-            beside_pause=spare.why_not(now_s),
+            beside_pause=spare.why_not(now_s, self._busy.busy_engines),
         )
 
     def _state_now(self, is_busy: bool) -> str:

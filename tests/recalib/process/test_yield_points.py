@@ -280,6 +280,29 @@ def test_it_does_not_while_requests_wait_for_a_place(site: Site) -> None:
         assert (last.steps, last.beside_seconds, last.state) == (0, 0.0, "waiting")
 
 
+@pytest.mark.parametrize("site", BESIDE, indirect=True)
+def test_a_pause_amid_a_unit_beside_requests_holds_at_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit beside requests may take long: it gets a small share of the time."""
+    learn, units = MicroTrainer._learn, 0
+
+    def counting(trainer: MicroTrainer, part: object) -> object:
+        nonlocal units
+        units += 1
+        if units == 3:
+            site.send(wire.TrainPause(paused=True))
+            threading.Timer(1.0, lambda: site.send(wire.TrainPause(paused=False))).start()
+        return learn(trainer, part)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(MicroTrainer, "_learn", counting)
+    with never_idle(site.busy):
+        site.send(site.request)
+        found = site.turn_until(wire.TrainerStatus, lambda status: status.steps >= 5)
+    paused = [one for one in found if isinstance(one, wire.TrainerStatus) and one.state == "paused"]
+    assert len(paused) > 3
+    assert {one.steps for one in paused} == {2}, "amid the third"
+    assert paused[-1].beside_seconds == paused[1].beside_seconds
+
+
 @pytest.mark.parametrize("site", [{"when": "always"}], indirect=True)
 def test_on_a_device_of_its_own_it_yields_to_none(site: Site) -> None:
     with never_idle(site.busy, waiting=2):
