@@ -264,7 +264,7 @@ class MicroTrainer:
     def _update(self, remaining: float) -> Generator[None, None, float]:
         """Clip, set the learning rate, step, average; drop the gradients instead if something in them isn't finite.
 
-        There is a `yield` after each group of parameters; the device is done with it then. Returns the gradient's norm.
+        There is a `yield` between groups of parameters; the device is done with one then. Returns the gradient's norm.
         """
         norm = float(nn.utils.clip_grad_norm_(self._trained, self.settings.clip_norm))
         is_finite, self._progress.is_finite = self._progress.is_finite, True
@@ -276,13 +276,14 @@ class MicroTrainer:
         schedule = min(1.0, self._progress.updates / max(1, self.settings.warmup_updates))
         if self.settings.cooldown_share > 0:
             schedule *= min(1.0, max(0.0, remaining) / self.settings.cooldown_share)
-        for optimizer in self._optimizers:
+        for number, optimizer in enumerate(self._optimizers):
+            if number:
+                yield
             optimizer.param_groups[0]["lr"] = self.settings.learning_rate * schedule
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
-            yield
         if self._average is not None:
             self._average.update(self._progress.updates)
         return norm
