@@ -30,7 +30,7 @@ MOST_ALARMS = 3
 PAUSE_S = 1.0
 SLOW, SLOW_STEPS = 1.5, 5
 LEAST_DUTY_SHARE = 1 / 16
-"""Of the budget: less duty trains nothing in a useful time."""
+"""Least duty, as a share of the budget. Less would train nothing in a useful time."""
 MOST_GROWTH = 2.0
 
 
