@@ -39,12 +39,11 @@ class SpareTime:
 
     Args:
         budget: tolerated harm, as a share of the time of serving's steps.
-        most_duty: largest share of the time.
     """
 
-    def __init__(self, budget: float, most_duty: float = 1.0, draw: random.Random | None = None) -> None:
-        self._budget, self._most_duty, self._draw = budget, most_duty, draw or random.Random()
-        self.duty = min(budget, most_duty)
+    def __init__(self, budget: float, draw: random.Random | None = None) -> None:
+        self._budget, self._draw = budget, draw or random.Random()
+        self.duty = budget
         self.meter = HarmMeter(budget, self._draw)
         self.seconds = 0.0
         """Time of training beside requests so far."""
@@ -128,8 +127,8 @@ class SpareTime:
                 self._alarms_s.clear()
             self.duty, self._holds_until_s = max(self.duty / 2, least), now_s + HOLD_S
             bets.forget()
-        elif bets.log_harmless >= LOG_20 and now_s >= self._holds_until_s and self.duty < self._most_duty:
+        elif bets.log_harmless >= LOG_20 and now_s >= self._holds_until_s and self.duty < 1.0:
             most = max(bets.mean + 2.0 * bets.error, self._budget / MOST_GROWTH)
             if most < self._budget:
-                self.duty = min(self.duty * self._budget / most, self._most_duty)
+                self.duty = min(self.duty * self._budget / most, 1.0)
                 bets.forget()
