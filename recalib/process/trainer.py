@@ -2,8 +2,7 @@
 
 It has one thread. Each turn of the loop polls the socket, takes in a bounded number of new samples and does at most one unit of
 the current operation. A unit is some blocks of a micro-step or of the judging of a stretch. The busy flags are read before each
-unit, so new requests wait for at most one unit, as do a pause, a cancellation and SIGTERM. On a CPU a unit pauses in the middle
-(`yield_points`) until the requests are done, or `SpareTime` lets it go on beside them.
+unit (`yielding`), so new requests wait for at most one unit, as do a pause, a cancellation and SIGTERM.
 
 The daemon may be away: work continues, and the last result is sent again at each welcome of the daemon until it requests
 something else. So the daemon must take results idempotently, by operation id.
@@ -12,9 +11,7 @@ something else. So the daemon must take results idempotently, by operation id.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
-import math
 import os
 import signal
 import time
@@ -29,11 +26,11 @@ import torch
 from honed.adapt.protocol import wire
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.gate.gate import GateSettings
-from honed.recalib.process.busy_flags import BusyFlags, Idleness, Preemptions
+from honed.recalib.process.busy_flags import Preemptions
 from honed.recalib.process.recalibration import Recalibration
 from honed.recalib.process.spare_time import SpareTime
 from honed.recalib.process.trainer_link import TrainerLink
-from honed.recalib.process.yield_points import YieldPoints
+from honed.recalib.process.yielding import Yielding
 from honed.recalib.registry.registry import Registry
 from honed.recalib.samples.hold_out import HoldOut, load_salt
 from honed.recalib.samples.traffic import Traffic
@@ -42,12 +39,6 @@ from honed.recalib.training.progress import OperationError
 
 log = structlog.get_logger("honed.trainer")
 
-_BUSY_TICKS_S = 0.002, 0.02
-"""Time between reads of the flags while an operation waits for engines: at first, and later. Idle gaps are short, but each
-read takes processor time, on a CPU from serving itself: every 2 ms took a twelfth of a core."""
-_SPARE_TICK_S, _LOOK_S, _RECENT_S = 0.005, 0.02, 5.0
-"""Where it may work beside requests: time between questions whether it may now, and between looks at the engines' steps; and
-for how long it then counts as working."""
 _STOPPED = "the trainer was stopped"
 
 
@@ -67,24 +58,11 @@ class Trainer:
     ) -> None:
         self._settings, self._gate, self._registry, self._traffic = settings, gate, registry, traffic
         self._monotonic, self._state_dir, self._on_tick = monotonic, state_dir, on_tick
-        is_yielding = torch.device(settings.device).type == "cpu" and settings.when != "always"
-        self._yield_points = YieldPoints(self._stand_by) if is_yielding else contextlib.nullcontext()
-        self._computed_s = time.process_time if is_yielding else monotonic
-        """Clock of computed time. On a GPU, queued work is always computed to its end."""
-        self._computed_before_s = 0.0  # last read of the flags that found no work
-        self._unit_began_s = self._stood_by_s = self._rests_until_s = self._paused_s = self._paused_at_s = 0.0
+        self._paused_s = self._paused_at_s = 0.0
         self._put_off: list[wire.ToTrainer] = []
         self.is_stopping = False
         self._operation: Recalibration | None = None
-        self._busy = BusyFlags(traffic.engines_dir, settings.yields_to if settings.when != "always" else ())
-        self._spare = SpareTime(settings.latency_budget) if settings.when == "spare" else None
-        self._beside_since_s: float | None = None
-        """Since when the unit under way has run beside requests."""
-        self._beside_until_s = -math.inf
-        """When the last one ended."""
-        self._next_look_s = 0.0
-        self._idleness, self._preemptions = Idleness(), Preemptions()
-        self._is_paused = self._was_working = False
+        self._yielding = Yielding(settings, traffic.engines_dir, self._meanwhile, monotonic)
         self._last_result: wire.TrainResult | None = None
         self._state = ""
         self._next_status_s = self._next_discovery_s = self._next_samples_s = 0.0
@@ -96,11 +74,7 @@ class Trainer:
         for message in (*put_off, *self._link.receive(self._wait_s())):
             self._take(message)
         self._take_samples()
-        is_busy = self._busy.is_busy()
-        self._idleness.observe(is_busy, self._monotonic())
-        self._look()
-        if not is_busy:
-            self._note_idle()
+        is_busy = self._yielding.look()
         self._work(is_busy)
         self._report(is_busy)
         if self._on_tick is not None:
@@ -132,13 +106,13 @@ class Trainer:
 
     def _pause(self, is_paused: bool) -> None:
         now_s = self._monotonic()
-        if self._is_paused:
+        if self._yielding.is_paused:
             self._paused_s += now_s - self._paused_at_s
-        self._is_paused, self._paused_at_s = is_paused, now_s
+        self._yielding.is_paused, self._paused_at_s = is_paused, now_s
 
     def _unpaused_s(self) -> float:
         """Clock that stands still while training is paused."""
-        return (self._paused_at_s if self._is_paused else self._monotonic()) - self._paused_s
+        return (self._paused_at_s if self._yielding.is_paused else self._monotonic()) - self._paused_s
 
     def _begin(self, request: wire.TrainRequest) -> None:
         """Start an operation; a repeated request (from a restarted daemon) is the same operation."""
@@ -154,11 +128,18 @@ class Trainer:
             self._link.send(self._last_result)
             return
         self._last_result = None
-        self._preemptions = Preemptions()
+        self._yielding.preemptions = Preemptions()
         feed = self._traffic.feed(Path(request.capture_path))
         self._traffic.freeze(True)
         self._operation = Recalibration(
-            request, self._settings, self._gate, self._registry, feed, self._unpaused_s, self._state_dir, self._working_s
+            request,
+            self._settings,
+            self._gate,
+            self._registry,
+            feed,
+            self._unpaused_s,
+            self._state_dir,
+            self._yielding.working_s,
         )
         log.info("operation begins", operation_id=request.operation_id, workloads=request.workloads)
 
@@ -174,118 +155,34 @@ class Trainer:
             self._next_discovery_s = now_s + 1.0
             self._traffic.discover()
             self._traffic.expire()
-            self._busy.discover()
+            self._yielding.busy.discover()
         self._traffic.poll()
 
     def _work(self, is_busy: bool) -> None:
         operation = self._operation
         if operation is None:
             return
-        is_resting = operation.needs_device and self._rest_s() > 0.0
-        if operation.needs_device and (self._is_paused or (is_busy and (is_resting or not self._may_work_beside()))):
-            if is_busy and self._was_working:
-                self._preemptions.observe(0.0, 0.0)  # it came between two units
-            self._was_working = False
-            operation.keep_waiting()
-        elif is_resting:
+        if operation.needs_device and not self._yielding.may_begin(is_busy):
             operation.keep_waiting()
         else:
-            self._advance(operation)
+            with self._yielding.unit(needs_device=operation.needs_device):
+                operation.advance()
         if operation.result is not None:
             self._finish()
 
-    def _advance(self, operation: Recalibration) -> None:
-        """Do one unit, and set the rest after it."""
-        is_heavy = self._was_working = operation.needs_device
-        self._unit_began_s, began_s = self._monotonic(), self._working_s()
-        self._computed_before_s = self._computed_s()
-        with self._yield_points if is_heavy else contextlib.nullcontext():
-            operation.advance()
-        if is_heavy:
-            worked_s = self._working_s() - began_s
-            self._rests_until_s = self._monotonic() + worked_s * (1.0 / self._settings.max_duty - 1.0)
-            if self._was_beside():
-                self._was_working = False
-            elif self._busy.is_busy():
-                self._yielded()
+    def _meanwhile(self, wait_s: float) -> None:
+        """Hear the daemon, take in samples and report while a unit waits; a pause begins and ends at once.
 
-    def _look(self) -> bool:
-        """Take in the engines' steps, now and then; return whether it was time to."""
-        now_s = self._monotonic()
-        if self._spare is None or now_s < self._next_look_s:
-            return False
-        self._next_look_s = now_s + _LOOK_S
-        self._spare.observe(self._busy.new_steps(), now_s)
-        return True
-
-    def _may_work_beside(self) -> bool:
-        """Return whether a unit may begin, or go on, beside the engines' requests; it is paid for from now on."""
-        now_s = self._monotonic()
-        if self._spare is None or not self._spare.may_work(now_s, self._busy.busy_engines):
-            return False
-        self._beside_since_s = now_s
-        return True
-
-    def _was_beside(self) -> bool:
-        """Pay for the time beside requests so far; return whether there was any."""
-        if self._beside_since_s is None or self._spare is None:
-            return False
-        self._beside_until_s = self._monotonic()
-        self._spare.worked(self._beside_since_s, self._beside_until_s)
-        self._beside_since_s = None
-        return True
-
-    def _rest_s(self) -> float:
-        """Remaining rest that the last unit requires."""
-        return max(self._rests_until_s - self._monotonic(), 0.0)
-
-    def _yielded(self) -> None:
-        """Record that the trainer has stopped for work that arrived during a unit."""
-        # Unknown time (0): assume that the flag was raised at the very beginning of the unit.
-        delay_s = self._monotonic() - max(self._unit_began_s, self._busy.raised_s)
-        self._preemptions.observe(delay_s, self._computed_s() - self._computed_before_s)
-        self._was_working = False
-
-    def _stand_by(self) -> None:
-        """Wait in the middle of a unit until the engines' requests are done.
+        Other messages are put off until the unit's end, unless they end the operation.
 
         Raises:
             OperationError: the operation must end.
         """
-        was_beside, operation = self._was_beside(), self._operation
+        operation = self._operation
         assert operation is not None
-        if not self._busy.is_busy():
-            self._computed_before_s = self._computed_s()
-            self._note_idle()
-            return
-        if self._look():
-            self._hear(operation, 0.0)
-        if not self._is_paused and self._may_work_beside():
-            return
-        if not was_beside:
-            self._yielded()
-        began_s = self._monotonic()
-        while self._is_paused or (self._busy.is_busy() and not self._may_work_beside()):
-            if self.is_stopping:
-                raise OperationError(_STOPPED)
-            operation.check_deadline()
-            self._hear(operation, self._busy_wait_s())
-            self._take_samples()
-            self._look()
-            self._idleness.observe(is_busy=True, now_s=self._monotonic())
-            self._report(is_busy=True)
-            if self._on_tick is not None:
-                self._on_tick(self._state)
-        self._stood_by_s += self._monotonic() - began_s
-        self._computed_before_s = self._computed_s()
-        self._was_working = True
-
-    def _hear(self, operation: Recalibration, wait_s: float) -> None:
-        """Amid a unit: pause and go on at once; other messages are put off until its end, unless they end the operation.
-
-        Raises:
-            OperationError: the operation must end.
-        """
+        if self.is_stopping:
+            raise OperationError(_STOPPED)
+        operation.check_deadline()
         for message in self._link.receive(wait_s):
             if isinstance(message, wire.TrainPause):
                 self._pause(message.paused)
@@ -293,14 +190,10 @@ class Trainer:
             self._put_off.append(message)
             if (why := _ends(message, operation)) is not None:
                 raise OperationError(why)
-
-    def _note_idle(self) -> None:
-        if self._spare is not None:
-            self._spare.idle(self._monotonic())
-
-    def _working_s(self) -> float:
-        """Clock that stands still while a unit waits for engines."""
-        return self._monotonic() - self._stood_by_s
+        self._take_samples()
+        self._report(is_busy=True)
+        if self._on_tick is not None:
+            self._on_tick(self._state)
 
     def _finish(self) -> None:
         assert self._operation is not None
@@ -323,16 +216,9 @@ class Trainer:
     def _wait_s(self) -> float:
         if self._operation is None:
             return self._settings.tick_s
-        if not self._operation.needs_device or self._is_paused:
+        if not self._operation.needs_device or self._yielding.is_paused:
             return self._settings.tick_s
-        return self._busy_wait_s() if self._busy.is_busy() else min(self._rest_s(), self._settings.tick_s)
-
-    def _busy_wait_s(self) -> float:
-        """Time until the next read of the flags: an eighth of how long there has been work."""
-        if self._spare is not None and self._spare.meter.is_on:
-            return _SPARE_TICK_S
-        least_s, most_s = _BUSY_TICKS_S
-        return min(max((self._monotonic() - self._busy.raised_s) / 8.0, least_s), most_s)
+        return min(self._yielding.wait_s(), self._settings.tick_s)
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
@@ -351,7 +237,7 @@ class Trainer:
             return
         self._state, self._next_status_s = state, now_s + self._settings.status_interval_s
         feeds, operation = self._traffic.feeds, self._operation
-        delays_s, computing_s = self._preemptions.take()
+        delays_s, computing_s = self._yielding.preemptions.take()
         status = wire.TrainerStatus(
             trainer_id=self._settings.trainer_id,
             state=state,
@@ -359,16 +245,16 @@ class Trainer:
             samples_bytes=sum(feed.num_bytes for feed in feeds),
             spilled_bytes=self._traffic.spilled_bytes,
             sessions=sum(feed.store.num_sessions for feed in feeds),
-            preemptions=self._preemptions.count,
+            preemptions=self._yielding.preemptions.count,
             preemption_delays_s=delays_s,
             preemption_computing_s=computing_s,
-            idle_ratio=self._idleness.ratio,
+            idle_ratio=self._yielding.idleness.ratio,
             ring_lost_records=min(sum(feed.reader.lost_records + feed.reader.bad_records for feed in feeds), 1 << 53),
             defective_rings=sum(bool(feed.reader.error) for feed in feeds),
             nonfinite_rows=min(sum(feed.reader.nonfinite_rows for feed in feeds), 1 << 53),
         )
-        if self._spare is not None:
-            status = self._with_spare(status, self._spare, now_s)
+        if (spare := self._yielding.spare) is not None:
+            status = self._with_spare(status, spare, now_s)
         self._link.send(_with_progress(status, operation) if operation else status)
 
     def _with_spare(self, status: wire.TrainerStatus, spare: SpareTime, now_s: float) -> wire.TrainerStatus:
@@ -379,15 +265,15 @@ class Trainer:
             beside_harm=spare.harm,
             beside_harm_error=spare.harm_error,
             beside_slow_share=spare.meter.slow_share,
-            beside_pause=spare.why_not(now_s, self._busy.busy_engines),
+            beside_pause=spare.why_not(now_s, self._yielding.busy.busy_engines),
         )
 
     def _state_now(self, is_busy: bool) -> str:
-        if self._is_paused:
+        if self._yielding.is_paused:
             return "paused"
         if self._operation is None:
             return "idle"
-        is_waiting = is_busy and self._operation.needs_device and self._monotonic() - self._beside_until_s > _RECENT_S
+        is_waiting = is_busy and self._operation.needs_device and not self._yielding.worked_lately()
         return "waiting" if is_waiting else self._operation.progress.stage
 
 
