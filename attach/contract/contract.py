@@ -415,7 +415,7 @@ TREES: tuple[Clause, ...] = (
     ),
     Attributes("config/compilation.py", "CompilationConfig", ("static_forward_context",)),
     Attributes("config/model.py", "ModelConfig", ("enforce_eager",)),
-    # V2 (trees/v2.py)
+    # V2 (trees/runner_v2.py)
     Method(_V2, "GPUModelRunner", "__init__", calls=("init_speculator",)),
     Method("v1/worker/gpu/spec_decode/__init__.py", "", "init_speculator", first=("vllm_config",)),
     Method(_V2, "GPUModelRunner", "prepare_attn", first=("input_batch",), calls=("compute_slot_mappings",)),

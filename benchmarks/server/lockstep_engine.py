@@ -272,9 +272,9 @@ def contend(engine: Any, name: str, runtime_dir: str, core: int, address: str) -
 
 def only_chains() -> None:
     """Let an engine with slots for trees verify its drafter's chain, and leave the other slots empty."""
-    from honed.attach.trees import v1
+    from honed.attach.trees import runner_v1
 
-    v1._misfit = lambda _: "chains are compared"
+    runner_v1._misfit = lambda _: "chains are compared"
 
 
 def attach(engine: Any, clock: Clock) -> None:

@@ -344,7 +344,7 @@ def test_slots_that_trees_cannot_use_stay_empty(
 ) -> None:
     """A server with slots for trees, where trees can't be attached, verifies its drafter's chain."""
     monkeypatch.setenv("HONED_TREES", "1")
-    monkeypatch.setattr("honed.attach.trees.v1._misfit", lambda _: "a reason")
+    monkeypatch.setattr("honed.attach.trees.runner_v1._misfit", lambda _: "a reason")
     with engine(tmp_path / "run", speculative_config=speculation(SLOTS)) as running:
         assert answers(running) == plain
         assert "trees are off: a reason" in running.honed._hello().limits

@@ -35,7 +35,7 @@ def references() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trees(references: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestEngine]:
-    from honed.attach.trees.v2 import give_drafter_its_block
+    from honed.attach.trees.runner_v2 import give_drafter_its_block
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HONED_TREES", "1")
