@@ -26,9 +26,9 @@ from honed.attach.runner.runner import Runner, runner_of
 from honed.attach.runner.verified_drafts import VerifiedDrafts
 from honed.attach.swap.arriving_weights import take_updates
 from honed.attach.swap.swap import Swapper
-from honed.attach.trees.slots import block_tokens_of
 from honed.attach.trees.runner_v1 import TreesV1
 from honed.attach.trees.runner_v2 import TreesV2
+from honed.attach.trees.slots import block_tokens_of
 
 logger = logging.getLogger("honed.attach")
 P = ParamSpec("P")

@@ -24,7 +24,7 @@ from benchmarks.server.measured import commit, hardware
 from honed.adapt.protocol import wire
 from honed.daemon.control.live_rounds import MOST_CELLS
 from honed.daemon.metrics import acceptance
-from honed.daemon.metrics.families import MOST_ENGINES
+from honed.daemon.metrics.labels import MOST_ENGINES
 from honed.daemon.metrics.render import GROUPS, render
 from honed.daemon.page import document
 from honed.daemon.page.document import WINDOWS

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 
 from honed.daemon.control.live_rounds import LiveRounds
 from honed.daemon.ingest.engines import Engines
-from honed.daemon.metrics.families import ENGINE_LABELS, MOST_POSITIONS, engines_shown, labels_of
+from honed.daemon.metrics.labels import ENGINE_LABELS, MOST_POSITIONS, engines_shown, labels_of
 from honed.daemon.store.rollups import Counts
 
 ROUND_LABELS = [*ENGINE_LABELS, "workload", "drafter_version"]

@@ -12,7 +12,7 @@ from honed.adapt.control.settings import MODES
 from honed.daemon.control.overrides import NAMES, Overrides
 from honed.daemon.control.steering import Steering
 from honed.daemon.ingest.engines import Engines
-from honed.daemon.metrics.families import counter, engine_counter, engine_gauge, engines_shown, labels_of, summed
+from honed.daemon.metrics.labels import counter, engine_counter, engine_gauge, engines_shown, labels_of, summed
 from honed.daemon.service import Service
 
 FALLBACKS = ("no_policy", "stale_policy", "observe_only", "error")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from honed.daemon.ingest.engines import Engines
-from honed.daemon.metrics.families import counter, engine_counter, engine_gauge, engines_shown, gauge, labels_of, summed
+from honed.daemon.metrics.labels import counter, engine_counter, engine_gauge, engines_shown, gauge, labels_of, summed
 from honed.daemon.service import Service
 
 REJECTIONS = frozenset(

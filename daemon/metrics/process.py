@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, I
 
 from honed.adapt.protocol import wire
 from honed.daemon.ingest.engines import Engines
-from honed.daemon.metrics.families import counter, engine_gauge, engines_shown, gauge, labels_of
+from honed.daemon.metrics.labels import counter, engine_gauge, engines_shown, gauge, labels_of
 from honed.daemon.service import Service
 
 _PROCESS = ProcessCollector(namespace="honed", registry=None)

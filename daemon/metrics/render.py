@@ -1,6 +1,6 @@
 """Prometheus metrics, read from the live state at each scrape: counters since the daemon's start, divided in PromQL.
 
-Each group of metrics is a module; `families` keeps a scrape small.
+Each group of metrics is a module; `labels` keeps a scrape small.
 """
 
 from __future__ import annotations

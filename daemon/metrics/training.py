@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from honed.daemon.ingest.engines import Engines
-from honed.daemon.metrics.families import counter, engine_counter, engines_shown, gauge, labels_of
+from honed.daemon.metrics.labels import counter, engine_counter, engines_shown, gauge, labels_of
 from honed.daemon.service import Service
 
 TRAINER_STATES = ("idle", "collecting", "training", "waiting", "gating", "paused", "absent")

@@ -12,7 +12,7 @@ from honed.daemon.ingest.engines import Engines
 from honed.daemon.lifecycle.drafters import Drafters
 from honed.daemon.lifecycle.sharing import Sharing
 from honed.daemon.lifecycle.trial import Trial
-from honed.daemon.metrics.families import engine_counter, engine_gauge, engines_shown, gauge, labels_of
+from honed.daemon.metrics.labels import engine_counter, engine_gauge, engines_shown, gauge, labels_of
 from honed.daemon.service import Service
 
 KINDS = ("recalibrate", "adopt", "promote", "rollback", "watch", "verify", "purge")

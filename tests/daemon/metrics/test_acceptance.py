@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from honed.daemon.control.live_rounds import MOST_CELLS, LiveRounds
-from honed.daemon.metrics.families import MOST_ENGINES, MOST_POSITIONS
+from honed.daemon.metrics.labels import MOST_ENGINES, MOST_POSITIONS
 from honed.daemon.service import Service
 from honed.daemon.store.rollups import Counts
 from tests.daemon.exposition import scrape
