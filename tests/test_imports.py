@@ -27,7 +27,7 @@ MAY_IMPORT = {
 """Folder -> folders of ours, beside itself."""
 
 LAYERS: dict[str, tuple[set[str], ...]] = {
-    "adapt": ({"protocol"}, {"acceptance"}, {"steps", "monitor"}, {"lengths"}, {"control"}, {"replay"}, {"trees"}),
+    "adapt": ({"models", "protocol"}, {"acceptance"}, {"steps", "monitor"}, {"lengths"}, {"control"}, {"replay"}, {"trees"}),
     "attach": (
         {"contract", "events", "swap"},
         {"trees"},

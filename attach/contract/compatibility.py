@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from honed.adapt.protocol.drafter_tensors import METHODS
+from honed.adapt.models.drafter_tensor_names import METHODS
+from honed.adapt.models.trainable import why_untrained
 from honed.adapt.protocol.fields import MAX_TEXT_CHARS
-from honed.adapt.protocol.trainable import why_untrained
 from honed.attach.contract.contract import CONTRACT, Method
 from honed.attach.contract.model_files import pair_of
 

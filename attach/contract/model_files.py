@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from honed.adapt.protocol.drafter_tensors import METHODS
-from honed.adapt.protocol.trainable import Pair
+from honed.adapt.models.drafter_tensor_names import METHODS
+from honed.adapt.models.trainable import Pair
 
 MAX_HEADER_BYTES = 64 << 20
 """Longest index or header that is read."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from honed.adapt.models.drafter_tensor_names import METHODS
 from honed.adapt.protocol import wire
-from honed.adapt.protocol.drafter_tensors import METHODS
 from honed.attach.contract.model_files import draft_folder, folder_of
 from honed.attach.engine.environment import AttachSettings
 from honed.attach.engine.worker_link import WorkerLink

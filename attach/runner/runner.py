@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from honed.adapt.protocol.drafter_tensors import METHODS
+from honed.adapt.models.drafter_tensor_names import METHODS
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from honed.adapt.protocol.drafter_tensors import is_shared, names_of
+from honed.adapt.models.drafter_tensor_names import is_shared, names_of
 from honed.attach.swap.checkpoint_file import load_file
 from honed.attach.swap.live_checksum import LiveChecksum
 from honed.attach.swap.shard import Shard, shard_of

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from honed.adapt.protocol.trainable import Pair, why_untrained
+from honed.adapt.models.trainable import Pair, why_untrained
 from honed.daemon.doctor.check import Check
 from honed.daemon.doctor.vllm_command import VllmCommand
 from honed.daemon.doctor.vllm_processes import VllmProcess

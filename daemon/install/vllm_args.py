@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from honed.adapt.protocol.trainable import is_eagle3, is_mtp
+from honed.adapt.models.trainable import is_eagle3, is_mtp
 from honed.recalib.config.drafter import EAGLE3_TOKENS, MTP_TOKENS
 
 SCHEDULER = "honed.attach.scheduler.make_scheduler"

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from honed.adapt.protocol.drafter_tensors import METHODS
+from honed.adapt.models.drafter_tensor_names import METHODS
 from honed.adapt.protocol.wire import EngineHello
 from honed.daemon.errors import ConflictError, PreconditionError, StoreError, UnknownError, there_are
 from honed.recalib.registry.access import User

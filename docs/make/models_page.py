@@ -13,7 +13,7 @@ from docs.make.published import PUBLISHED
 PAGE = "docs/models.md"
 HEAD = """# Published drafters
 
-`make reference` writes this page. `docs/make/published.py` has what is known of each drafter, `adapt/protocol/trainable.py` the
+`make reference` writes this page. `docs/make/published.py` has what is known of each drafter, `adapt/models/trainable.py` the
 rules. An engine asks the same rules when it starts, with what vLLM has loaded. `honed engines` and `honed doctor` give its
 answer.
 

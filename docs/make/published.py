@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from honed.adapt.protocol.trainable import FULL, SLIDING, Pair, why_untrained
+from honed.adapt.models.trainable import FULL, SLIDING, Pair, why_untrained
 
 _NAMES = ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")
 _TIED = (_NAMES[0], _NAMES[2])

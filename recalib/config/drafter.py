@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from honed.adapt.protocol.target_tensors import text_config
-from honed.adapt.protocol.trainable import (
+from honed.adapt.models.target_tensor_names import text_config
+from honed.adapt.models.trainable import (
     LayerAttention,
     drafter_reasons,
     eagle3_option,

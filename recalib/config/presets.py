@@ -7,7 +7,7 @@ the rule that all of these families were made by (later ones read other layers, 
     loss decay        7 tokens for blocks of 16, 5 for 10, 4 for 8 and less
 
 Preset values are those of the families' published config.json files, as quoted in public code that loads them. Nothing is
-fetched here. `adapt/protocol/trainable.py` says which drafters can't be trained, and why.
+fetched here. `adapt/models/trainable.py` says which drafters can't be trained, and why.
 
 Source: arXiv 2602.06036, section 3 and appendix; z-lab/dflash (README, `model/`); vLLM 0.32 `models/qwen3_dflash.py`.
 """

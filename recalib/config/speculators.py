@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from honed.adapt.protocol.trainable import is_dflash2, layer_attention, resolved
+from honed.adapt.models.trainable import is_dflash2, layer_attention, resolved
 
 TYPE = "speculators_model_type"
 DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")

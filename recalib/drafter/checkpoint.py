@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor
 
-from honed.adapt.protocol.drafter_tensors import names_of
-from honed.adapt.protocol.target_tensors import HeadNames, adds_one, head_names, text_config
+from honed.adapt.models.drafter_tensor_names import names_of
+from honed.adapt.models.target_tensor_names import HeadNames, adds_one, head_names, text_config
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.config.presets import completed
 from honed.recalib.config.speculators import flat, nested

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from honed.adapt.protocol.drafter_tensors import METHODS, makes_context, makes_features, method_of
+from honed.adapt.models.drafter_tensor_names import METHODS, makes_context, makes_features, method_of
 from honed.adapt.protocol.wire import GateTable
 from honed.recalib.registry.durable import read_document, sha256_file
 from honed.recalib.registry.tensor_file import TensorEntry, read_drafter_entries, sha256_tensors

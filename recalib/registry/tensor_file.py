@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from honed.adapt.protocol.drafter_tensors import names_of
+from honed.adapt.models.drafter_tensor_names import names_of
 from honed.recalib.registry.durable import open_regular
 
 MAX_HEADER_BYTES = 8 << 20

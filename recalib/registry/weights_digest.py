@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from honed.adapt.protocol.drafter_tensors import is_shared
+from honed.adapt.models.drafter_tensor_names import is_shared
 from honed.recalib.registry.durable import open_regular, read_document
 from honed.recalib.registry.tensor_file import TensorEntry, read_drafter_entries
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from honed.adapt.protocol.drafter_tensors import makes_context
+from honed.adapt.models.drafter_tensor_names import makes_context
 from honed.recalib.config.training import Loss, Scope, TrainingSettings
 from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.samples.sample import PackedSamples, TrainingSample, pack

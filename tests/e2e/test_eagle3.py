@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from benchmarks.make_pairs.kinds import eagle3_json, fresh_eagle3, write_eagle3
-from honed.adapt.protocol.drafter_tensors import makes_context
+from honed.adapt.models.drafter_tensor_names import makes_context
 from honed.recalib.drafter.checkpoint import load_drafter, save_drafter
 from honed.recalib.samples.ring_reader import RingReader
 from honed.recalib.samples.sample import TrainingSample

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from honed.adapt.protocol.trainable import drafter_reasons
+from honed.adapt.models.trainable import drafter_reasons
 from honed.attach.contract.compatibility import check_features
 from honed.attach.contract.model_files import draft_folder, folder_of, tensor_names
 from tests.tools import ROOT

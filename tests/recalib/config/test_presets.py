@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from honed.adapt.protocol.trainable import LayerAttention
+from honed.adapt.models.trainable import LayerAttention
 from honed.recalib.config.drafter import Convolution, DrafterConfig, Selector
 from honed.recalib.config.presets import PRESETS, Preset, completed, decay_tokens, even_layer_ids, preset_of
 from honed.recalib.config.speculators import flat, nested

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from honed.adapt.protocol.drafter_tensors import makes_context
+from honed.adapt.models.drafter_tensor_names import makes_context
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.drafter.checkpoint import CheckpointError, load_drafter, save_drafter
 from honed.recalib.drafter.eagle3 import Eagle3Drafter

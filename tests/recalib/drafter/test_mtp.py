@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from honed.adapt.protocol.drafter_tensors import makes_context
+from honed.adapt.models.drafter_tensor_names import makes_context
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.drafter.checkpoint import load_drafter, save_drafter
 from honed.recalib.drafter.layers import rotary_tables, rotate

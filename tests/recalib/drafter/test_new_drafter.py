@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from honed.adapt.protocol.trainable import drafter_reasons
+from honed.adapt.models.trainable import drafter_reasons
 from honed.recalib.drafter.checkpoint import CheckpointError, load_drafter, read_tensors, stored_names
 from honed.recalib.drafter.new_drafter import drafter_config, is_alike, unused_token_id, write
 from tests.tools import ROOT

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from honed.adapt.protocol.drafter_tensors import makes_context
+from honed.adapt.models.drafter_tensor_names import makes_context
 from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.training import micro_step

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from honed.adapt.protocol.drafter_tensors import METHODS
-from honed.adapt.protocol.target_tensors import head_names, text_config
+from honed.adapt.models.drafter_tensor_names import METHODS
+from honed.adapt.models.target_tensor_names import head_names, text_config
 
 VLLM_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "DFlashLagunaForCausalLM", "DFlashMuseGlimmerAssistantModel")
 MTP_FAMILY = "qwen3_5"

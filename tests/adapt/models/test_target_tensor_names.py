@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from honed.adapt.protocol.target_tensors import adds_one, head_names, text_config
+from honed.adapt.models.target_tensor_names import adds_one, head_names, text_config
 
 LAYER = "model.layers.0.mlp.up_proj.weight"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from honed.adapt.protocol.drafter_tensors import IGNORED, OTHER_NAMES, is_shared, names_of
+from honed.adapt.models.drafter_tensor_names import IGNORED, OTHER_NAMES, is_shared, names_of
 
 vllm_models = pytest.importorskip("vllm.model_executor.models.qwen3_dflash", reason="vLLM is not installed")
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from docs.make.published import PUBLISHED, Published
-from honed.adapt.protocol.trainable import Pair, layer_attention, resolved, rope_of, why_untrained
+from honed.adapt.models.trainable import Pair, layer_attention, resolved, rope_of, why_untrained
 
 PLAIN = ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")
 UNKNOWN = tuple(f"elsewhere.{name}" for name in PLAIN)
