@@ -26,7 +26,8 @@ import torch
 
 from honed.attach.capture.captured_rows import CapturedRequest, CapturedRows, RowWriter
 from honed.attach.capture.ring_writer import RingWriter
-from honed.attach.events.request_book import key_of, read_labels
+from honed.attach.events.labels import read_labels
+from honed.attach.events.request_book import key_of
 from honed.attach.runner.runner import StepView
 from honed.kernels.capture.context_features import context_features
 

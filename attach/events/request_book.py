@@ -5,48 +5,13 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from honed.adapt.protocol.fields import MAX_TEMPERATURE
-from honed.adapt.protocol.workloads import DEFAULT_WORKLOAD, MAX_LABEL_CHARS, WorkloadNames
-
-WORKLOAD = "honed_workload"
-
-
-@dataclass(frozen=True, slots=True)
-class Labels:
-    """A client's labels for a request, in vLLM's `extra_args` (`vllm_xargs` over HTTP)."""
-
-    workload: str = DEFAULT_WORKLOAD
-    max_draft_tokens: int = -1
-    """Ceiling for this request, -1: none."""
-    session: str = ""
-    is_captured: bool = True
-
-
-def read_labels(sampling_params: Any) -> Labels:
-    """Read a request's labels; unusable values are ignored."""
-    extra: Mapping[str, Any] = (sampling_params.extra_args if sampling_params is not None else None) or {}
-    return Labels(
-        workload=_text(extra.get(WORKLOAD, ""))[:MAX_LABEL_CHARS] or DEFAULT_WORKLOAD,
-        max_draft_tokens=_ceiling(extra.get("honed_max_draft_tokens", -1)),
-        session=_text(extra.get("honed_session", "")),
-        is_captured=str(extra.get("honed_capture", 1)).lower() not in ("0", "0.0", "false", "no"),
-    )
-
-
-def _text(value: Any) -> str:
-    """A label as text that can be encoded: half a surrogate pair becomes a question mark."""
-    return str(value).encode(errors="replace").decode()
-
-
-def _ceiling(value: Any) -> int:
-    try:
-        return max(int(value), -1)
-    except (TypeError, ValueError, OverflowError):  # a word, NaN, infinity
-        return -1
+from honed.adapt.protocol.workloads import WorkloadNames
+from honed.attach.events.labels import WORKLOAD, Labels, read_labels
 
 
 @dataclass(slots=True)

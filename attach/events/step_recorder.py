@@ -1,9 +1,8 @@
 """Records, on the engine's thread, a step's verify rounds as vLLM counts them, its size and its time.
 
 Counts come from the one call where vLLM makes its own (`make_spec_decoding_stats`, in `attach/scheduler.py`), so the two can't
-differ. Only references
-are kept here. Work that grows with the requests (rows, positions, columns) is done on the publisher's thread, from objects that
-vLLM doesn't change once a step is over.
+differ. Only references are kept here. Work that grows with the requests (rows, positions, columns) is done on the publisher's
+thread, from objects that vLLM doesn't change once a step is over.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch
 
 from honed.adapt.protocol.workloads import MAX_WORKLOADS
 from honed.adapt.steps.vllm_costs import Curve
-from honed.attach.events.request_book import read_labels
+from honed.attach.events.labels import read_labels
 from honed.attach.runner.fed_levels import FedLevels
 
 
