@@ -25,8 +25,11 @@ _CLOSE, _CLOSE_ENOUGH_TO_SEE = 0.05, 0.25
 _LEAST_CLOSE = 0.01
 """The smallest such margin where the other side has many steps: it falls with the square root of their number."""
 _LEAST_ALONE = 0.25
-_FEWEST_STEPS = 5.0
-"""Steps of a length at a batch size (to a power of two) that show its price."""
+_FEWEST_STEPS, _STALE_STEPS = 5.0, 1.0
+"""Steps of a length at a batch size (to a power of two) that show its price, and those to which they must have faded until it
+counts as unknown again."""
+_LEAST_PRICE = 0.6
+"""Shorter lengths than any that was seen may cost so much of its price: their steps may lie below a jump."""
 UNSEEN = 3.0
 """Frequency of trials of such a length beside that of one that is nearly as good: it may be far better."""
 _WORTH_A_LOOK = 1.03
@@ -142,8 +145,9 @@ class LengthTrials:
     good are tried, those that were seen least above all. It costs what they are worse by.
 
     The price of a length that was hardly seen is a guess: a step's time may jump anywhere between two lengths that were. It may
-    cost as little as the next shorter length that was seen. Lengths that would then be better than the best are tried, from the
-    middle of the most promising gap, so that a jump is found by bisection.
+    cost as little as the next shorter length that was seen, or, where there is none, much less than the shortest. Lengths that
+    would then be better than the best are tried, from the middle of the most promising gap, so that a jump is found by
+    bisection.
 
     Which length is due takes long to find out, so that is planned for some steps ahead.
     """
@@ -152,6 +156,8 @@ class LengthTrials:
         self._num_left, self._moves, self._num_steps = 0, 0, 0
         self._seen: dict[tuple[int, int], tuple[float, int]] = {}
         """Steps by batch size and length, as they are remembered, and the last of them."""
+        self._priced: set[tuple[int, int]] = set()
+        """Batch sizes and lengths whose price was seen."""
         self._plans: dict[int, _Plan] = {}
         """By batch size."""
 
@@ -182,10 +188,11 @@ class LengthTrials:
             options: by rising length, from 0 (which isn't tried) on, the one that would be done (moves 0) included.
         """
         best, candidates, unseen = max(option.rate for option in options), [(0.0, 0.0, 0)], list[tuple[float, float, int]]()
-        known_s = math.inf
-        for moves, length, rate, seconds in options:
+        is_known = [not option.moves or self._has_price(num_requests, option.length) for option in options]
+        known_s = _LEAST_PRICE * options[is_known.index(True)].seconds
+        for (moves, length, rate, seconds), is_seen in zip(options, is_known, strict=True):
             seen = self._times_seen(num_requests, length)
-            if seen >= _FEWEST_STEPS or not moves:
+            if is_seen:
                 known_s = seconds
             elif length and rate * seconds / known_s >= best * _WORTH_A_LOOK:
                 unseen.append((rate * seconds / known_s, known_s, moves))
@@ -212,6 +219,15 @@ class LengthTrials:
         self._num_steps += 1
         seen = self._times_seen(num_requests, length) + 1.0
         self._seen[num_requests.bit_length(), round(length)] = seen, self._num_steps
+
+    def _has_price(self, num_requests: int, length: float) -> bool:
+        """Whether the price of a length was seen, and not so long ago that it counts as unknown again."""
+        key, seen = (num_requests.bit_length(), round(length)), self._times_seen(num_requests, length)
+        if seen >= _FEWEST_STEPS:
+            self._priced.add(key)
+        elif seen < _STALE_STEPS:
+            self._priced.discard(key)
+        return key in self._priced
 
     def _times_seen(self, num_requests: int, length: float) -> float:
         seen, last = self._seen.get((num_requests.bit_length(), round(length)), (0.0, 0))

@@ -138,6 +138,8 @@ def tried_lengths(trials: LengthTrials, num_steps: int, seed: int = 1) -> dict[i
             moves = trials.go_on()
         trials.note(1, RATES[moves][0])
         steps[moves] += 1
+    while moves := trials.go_on():
+        steps[moves] += 1
     return steps
 
 
@@ -201,19 +203,22 @@ def test_where_there_is_no_other_length_nothing_is_tried() -> None:
 
 
 @pytest.mark.fault("a jump of the step time between lengths that were tried")
+@pytest.mark.parametrize("seen", [(0, 15), (15,)], ids=["between", "below"])
 @pytest.mark.parametrize("jump", range(1, 15))
-def test_a_jump_of_the_step_time_is_found_between_lengths_that_were_seen(jump: int) -> None:
-    """Lengths 0 and 15 were seen. A smooth price says that 15 is best; the step time jumps above `jump` drafts."""
+def test_a_jump_of_the_step_time_is_found_between_lengths_that_were_seen_and_below_them(jump: int, seen: tuple[int]) -> None:
+    """A smooth price says that 15 is best; the step time jumps above `jump` drafts."""
     trials, tried = LengthTrials(), set()
-    for length in (0.0, 15.0):
+    for length in seen:
         for _ in range(100):
             trials.note(4, length)
-    known = {0: 1.0, 15: 1.5}
+    known = {length: 1.5 if length else 1.0 for length in seen}
     for _ in range(20):
         here = sorted(known)
         seconds = [
             min((known[near] for near in here if near >= length), default=1.5) if length else 1.0 for length in range(16)
         ]
+        if 0 not in seen:
+            seconds[0] = seconds[1]
         rates = [(1.0 + 0.11 * length) / spent for length, spent in enumerate(seconds)]
         best = max(range(16), key=rates.__getitem__)
         found = [Option(length - best, length, rates[length], seconds[length]) for length in range(16)]
@@ -225,3 +230,17 @@ def test_a_jump_of_the_step_time_is_found_between_lengths_that_were_seen(jump: i
     if 1.0 + 0.11 * jump > 1.03 * (1.0 + 0.11 * 15) / 1.5:
         assert jump in known
         assert len(tried) < 10
+
+
+def test_a_price_that_was_seen_is_not_asked_for_again_soon() -> None:
+    trials = LengthTrials()
+    found = [Option(-1, 3.0, 0.9, 1.0), Option(0, 4.0, 1.0, 1.0)]
+    steps = 0
+    for _ in range(4000):
+        moves = trials.go_on()
+        if not moves:
+            may_begin(trials, 0.5, 1, found, 4, tries_near=False)
+            moves = trials.go_on()
+        trials.note(1, 4.0 + moves)
+        steps += moves != 0
+    assert 5 <= steps <= 6
