@@ -149,6 +149,19 @@ def expect(
 
 
 @_compiled
+def ending(slots: Ints, requests: Records, most: int) -> tuple[Ints, Ints]:
+    """Which of the requests can take fewer drafts than `most`, by place in the batch, and how many each can take."""
+    at, left, count = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64), 0
+    for i in range(len(slots)):
+        request = requests[slots[i]]
+        room = max(request["end"] - request["context"] - 1, 0)
+        if room < most:
+            at[count], left[count] = i, room
+            count += 1
+    return at[:count], left[:count]
+
+
+@_compiled
 def rate_of(count: int, gained: float, seconds: float, is_latency: bool) -> float:
     """The maximised rate, from the sum of the admitted gains."""
     return count / (seconds * (count - gained)) if is_latency else (count + gained) / seconds
@@ -512,6 +525,7 @@ def prepare() -> None:
     search(table, parts, slots, slots, parameters, seconds, captured, 0, 1, False, (1.0, NO_PREVIOUS, 0.0))
     learn(slots, slots, slots, requests, table, table)
     expect(slots, slots, 0, 1, requests, 1, True)
+    ending(slots, requests, 1)
     decide(
         slots,
         slots,

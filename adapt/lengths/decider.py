@@ -228,7 +228,8 @@ class Decider:
             return self._uniform(request_ids, self.num_spec_tokens, "off", is_exact=True)
         is_priced = policy.kind in ("goodput", "latency") and self._model.is_ready and not self._fallback
         if not is_priced or policy.equal_lengths or not request_ids:  # else `RequestBeliefs.search` does it
-            self.requests.expect(request_ids, *noted, are_equal=policy.equal_lengths)
+            may_wait = self._rule is None and not policy.equal_lengths
+            self.requests.expect(request_ids, *noted, are_equal=policy.equal_lengths, may_wait=may_wait)
         if self._fallback == "stale_policy":
             return self._uniform(request_ids, static_k, "stale_policy")
         if self._rule is not None:

@@ -265,7 +265,9 @@ class Attachment:
         ids, lengths = self._decided
         if request_ids == ids:
             most = self._num_spec_tokens
-            drafts[:] = [row if length >= most else row[:length] for row, length in zip(drafts, lengths, strict=True)]
+            for i, length in enumerate(lengths):  # a new list for each row would cost a large batch more than all else
+                if length < most:
+                    drafts[i] = drafts[i][:length]
         else:  # the runner has its own order
             length_of = dict(zip(ids, lengths, strict=True)).get
             drafts[:] = [row[: length_of(request_id)] for request_id, row in zip(request_ids, drafts, strict=True)]
@@ -298,7 +300,7 @@ class Attachment:
             if invalid:  # tokens that a grammar rejected tell nothing about the drafter
                 drafts = [k - invalid.get(request_id, 0) for request_id, k in zip(request_ids, drafts, strict=True)]
             self._decider.observe(request_ids, drafts, accepted)
-        if step is not None:
+        if step is not None and self._policy is not None and self._policy.tells_steps:
             self._busy.note_step(step.end_ns, step.duration_us, step.num_tokens, len(step.scheduled), self._num_waiting())
         self.decide_latency.record(self._decide_ns + time.perf_counter_ns() - began_ns)
         if not self._requests:
