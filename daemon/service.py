@@ -96,7 +96,8 @@ class Service:
         controller_settings = settings.controller_settings()
         self.overrides = Overrides(self.store, self.journal, controller_settings, clock, monotonic)
         self.trainer = Trainer(self.router.send, daemon_id, settings.recalibration.trainer_lost_s, monotonic)
-        self.steering = Steering(controller_settings, self.router.send, self.on_alarm)
+        tells_steps = settings.trainer_settings().when == "spare"
+        self.steering = Steering(controller_settings, self.router.send, self.on_alarm, tells_steps=tells_steps)
         self.swaps = Swaps(self.engines, self.drafters, self.rollout, self.router.send, monotonic, self._on_refusal)
         self.live = LiveRounds()
         """Rounds since the daemon started."""

@@ -43,11 +43,13 @@ class EngineController:
         num_spec_tokens: int,
         max_num_seqs: int,
         settings: ControllerSettings | None = None,
+        *,
+        tells_steps: bool = False,
     ) -> None:
         self.engine_id = engine_id
         self.num_spec_tokens = max(num_spec_tokens, 0)
         self.max_num_seqs = max(max_num_seqs, 1)
-        self.settings = settings or ControllerSettings()
+        self.settings, self._tells_steps = settings or ControllerSettings(), tells_steps
         self._acceptance = AcceptanceBeliefs(self.num_spec_tokens, self.settings)
         self._steps = StepBeliefs(self.settings.step_time, self.settings.captured_tokens)
         self._drafter_version = ""  # its last name
@@ -136,6 +138,7 @@ class EngineController:
             equal_lengths=settings.are_lengths_equal,
             captured_lengths=list(settings.captured_lengths),
             feeds_estimates=settings.feed_estimates,
+            tells_steps=self._tells_steps,
             override=",".join(sorted({one.name for one in overrides})),
         )
 

@@ -37,6 +37,7 @@ _LIMITS = (
     "equal_lengths",
     "captured_lengths",
     "feeds_estimates",
+    "tells_steps",
 )
 
 

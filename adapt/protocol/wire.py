@@ -355,6 +355,8 @@ class Policy(_Message, frozen=True):
     """With `equal_lengths`: the only lengths, beside 0, that are chosen; empty: all are."""
     feeds_estimates: bool = False
     """Where vLLM's own adaptive verification is on, it gets step costs and each workload's acceptance."""
+    tells_steps: bool = False
+    """The engine writes each step into its page, for a trainer that works beside requests."""
     kind_effects: list[tuple[Most, Most, Real]] = []
     """Corrections of `step_seconds` for kinds of steps, see adapt.steps.step_time.StepTimeModel.kinds."""
 

@@ -73,8 +73,10 @@ class Steering:
         settings: ControllerSettings,
         send: Callable[[bytes, wire.Policy], None],
         on_alarm: Callable[[Engine, Alarm], None],
+        *,
+        tells_steps: bool = False,
     ) -> None:
-        self._settings, self._send, self._on_alarm = settings, send, on_alarm
+        self._settings, self._send, self._on_alarm, self._tells_steps = settings, send, on_alarm, tells_steps
         self._waiting, self._held = Backlog(), Backlog()
         self.skipped_batches = 0
         """Batches skipped because they arrived faster than the controllers could learn."""
@@ -168,7 +170,8 @@ class Steering:
         settings = self._settings_for(hello)
         if why := settings.why_no_drafts(hello.num_spec_tokens):
             log.warning("no draft length is left to choose", engine_id=hello.engine_id, why=why)
-        return EngineController(hello.engine_id, hello.num_spec_tokens, hello.max_num_seqs, settings)
+        engine = hello.engine_id, hello.num_spec_tokens, hello.max_num_seqs
+        return EngineController(*engine, settings, tells_steps=self._tells_steps)
 
     def fits(self, controller: EngineController, hello: wire.EngineHello) -> bool:
         """True if the engine's controller still fits its new hello."""

@@ -76,7 +76,7 @@ class SpareTime:
             return "steps without training are measured"
         rows = [self._latest.get(engine_id) for engine_id in engines]
         if any(row is None or now_s * 1e9 - row.end_ns > STALE_NS for row in rows):
-            return "no step has ended lately"
+            return "no step has ended lately, or the daemon's trainer.when isn't \"spare\""
         return "requests wait for a place in the batch" if any(row and row.waiting for row in rows) else ""
 
     def may_work(self, now_s: float, engines: Collection[str]) -> bool:
