@@ -140,6 +140,7 @@ reference: setup
 	@$(BIN)/python -m docs.make.reference .
 	@$(BIN)/python -m docs.make.contract_page .
 	@$(BIN)/python -m docs.make.models_page .
+	@$(BIN)/python -m docs.make.alerts_page .
 
 contract: setup
 	@echo "== fetching the sources of every supported vLLM release (some 700 MB), and checking what honed relies on against them"

@@ -16,7 +16,7 @@ from honed.daemon.ingest.engines import Engines
 from honed.daemon.metrics.labels import counter, engine_gauge, engines_shown, gauge, labels_of
 from honed.daemon.service import Service
 
-_PROCESS = ProcessCollector(namespace="honed", registry=None)
+_PROCESS = ProcessCollector(registry=None)
 
 
 def families(service: Service) -> Iterator[Metric]:

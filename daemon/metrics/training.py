@@ -32,6 +32,8 @@ def families(service: Service) -> Iterator[Metric]:
     computing = HistogramMetricFamily("honed_training_preemption_computing_seconds", "Compute time of the trainer within it.")
     computing.add_metric([], *trainer.computing.exposition())
     yield computing
+    unanswered = "Drift alarms that no recalibration has answered, or is answering."
+    yield gauge("honed_drift_alarms_unanswered", unanswered, len(service.recalibrations.alarms.view(service.monotonic())))
     if view is not None:
         yield gauge("honed_gpu_idle_ratio", "Share of time when the trainer could work.", view["idle_ratio"])
         beside = "Training beside requests since the trainer's start."

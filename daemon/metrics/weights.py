@@ -39,6 +39,14 @@ def _versions(drafters: Drafters, engines: Engines) -> Iterator[Metric]:
                 sha256 = ""
             info.add_metric([role, version, sha256], 1)
     yield info
+    unusable = GaugeMetricFamily(
+        "honed_drafter_unusable", "1 while the version in a role can't be used: damaged or removed.", labels=["role"]
+    )
+    faults = drafters.faults()
+    for role, version in drafters.aliases().items():
+        if version:
+            unusable.add_metric([role], role in faults)
+    yield unusable
     live = engine_gauge("honed_engine_drafter_info", "1 for the engine's drafter version.", "version")
     generation = engine_gauge("honed_drafter_generation", "Swaps applied in the engine's present boot.")
     updates = engine_counter("honed_target_updates", "Updates of the target's weights in the running engine.")

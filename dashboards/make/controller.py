@@ -5,8 +5,8 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders import dashboard
 
 from honed.dashboards.make.frame import board
-from honed.dashboards.make.panels import Panel, plot, timeline
-from honed.dashboards.make.queries import ENGINE, JOB, VLLM, WORKLOAD, rate, ratio
+from honed.dashboards.make.panels import STEPS, Panel, plot, timeline
+from honed.dashboards.make.queries import DAEMON, ENGINE, VLLM, WORKLOAD, largest, new, rate, ratio
 
 
 def controller() -> dashboard.Dashboard:
@@ -18,14 +18,14 @@ def controller() -> dashboard.Dashboard:
 def lengths() -> list[Panel]:
     """Draft length and budget, against load."""
     per_round = ratio("honed_draft_tokens_total", "honed_verify_rounds_total", "engine")
-    running = f"sum by (engine) (honed_engine_requests_running{{{ENGINE}}})"
+    running = f"sum by (instance, engine) (honed_engine_requests_running{{{ENGINE}}})"
     return [
         plot(
             "Draft tokens a round, and load",
             "Average draft tokens, the policy's limit (nodes; for a chain its length), and requests in the batch (right axis).",
             [
                 (per_round, "drafted {{engine}}"),
-                (f"max by (engine) (honed_tree_budget_nodes{{{ENGINE}}})", "budget {{engine}}"),
+                (largest("honed_tree_budget_nodes", "engine"), "budget {{engine}}"),
                 (running, "running {{engine}} (right)"),
             ],
             low=0,
@@ -43,8 +43,11 @@ def lengths() -> list[Panel]:
             "Requests in the batch and waiting, as the engine reports them to honed, and vLLM's own count.",
             [
                 (running, "running {{engine}}"),
-                (f"sum by (engine) (honed_engine_requests_waiting{{{ENGINE}}})", "waiting {{engine}}"),
-                (f"sum by (model_name) (vllm:num_requests_running{{{VLLM}}})", "vLLM running {{model_name}}"),
+                (f"sum by (instance, engine) (honed_engine_requests_waiting{{{ENGINE}}})", "waiting {{engine}}"),
+                (
+                    f"sum by (instance, model_name) (vllm:num_requests_running{{{VLLM}}})",
+                    "vLLM running {{model_name}}",
+                ),
             ],
             low=0,
         ),
@@ -58,32 +61,33 @@ def deciders() -> list[Panel]:
             "Decisions",
             "Engine steps a second by the reason for their draft lengths.",
             [(rate("honed_decisions_total", "reason", ENGINE), "{{reason}}")],
+            unit=STEPS,
             is_stacked=True,
             low=0,
         ),
         plot(
             "Policy age",
             "Seconds since each engine's policy arrived; negative if it has none.",
-            [(f"max by (engine) (honed_policy_age_seconds{{{ENGINE}}})", "{{engine}}")],
+            [(largest("honed_policy_age_seconds", "engine"), "{{engine}}")],
             unit="s",
         ),
         timeline(
             "Fallback",
             "1 while an engine decides without a policy, by reason.",
-            [(f"max by (engine, reason) (honed_fallback_active{{{ENGINE}}})", "{{engine}} {{reason}}")],
+            [(largest("honed_fallback_active", "engine, reason", ENGINE), "{{engine}} {{reason}}")],
         ),
         timeline(
             "Overrides",
             "1 while an operator's override is in force.",
-            [(f"max by (name) (honed_override_active{{{JOB}}})", "{{name}}")],
+            [(largest("honed_override_active", "name", DAEMON), "{{name}}")],
         ),
     ]
 
 
 def grounds() -> list[Panel]:
     """Basis of decisions."""
-    predicted = f"max by (engine) (honed_step_time_predicted_seconds{{{ENGINE}}})"
-    measured = f"max by (engine) (honed_step_time_measured_seconds{{{ENGINE}}})"
+    predicted = largest("honed_step_time_predicted_seconds", "engine")
+    measured = largest("honed_step_time_measured_seconds", "engine")
     at = ratio("honed_position_accepted_total", "honed_position_tried_total", "position")
     return [
         plot(
@@ -102,7 +106,8 @@ def grounds() -> list[Panel]:
         plot(
             "Estimated speed-up",
             "Tokens per second relative to no drafting, at the present load.",
-            [(f"max by (engine) (honed_speedup_estimated_ratio{{{ENGINE}}})", "{{engine}}")],
+            [(largest("honed_speedup_estimated_ratio", "engine"), "{{engine}}")],
+            good=1.0,
         ),
         plot(
             "Acceptance by position",
@@ -114,16 +119,16 @@ def grounds() -> list[Panel]:
         ),
         plot(
             "Drift alarms",
-            "Alarms since the daemon's start, by workload.",
-            [(f"sum by (workload) (honed_drift_detections_total{{{WORKLOAD}}})", "{{workload}}")],
+            "New alarms, by workload.",
+            [(new("honed_drift_detections_total", "workload", WORKLOAD), "{{workload}}")],
             low=0,
         ),
         plot(
             "Cost inside vLLM",
             "p99 of honed's time on the engine's thread, a step.",
             [
-                (f"max by (engine) (honed_engine_decide_seconds{{{ENGINE}}})", "decide {{engine}}"),
-                (f"max by (engine) (honed_engine_log_seconds{{{ENGINE}}})", "log {{engine}}"),
+                (largest("honed_engine_decide_seconds", "engine"), "decide {{engine}}"),
+                (largest("honed_engine_log_seconds", "engine"), "log {{engine}}"),
             ],
             unit="s",
             low=0,

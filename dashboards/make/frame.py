@@ -8,7 +8,7 @@ from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import dashboard as model
 
 from honed.dashboards.make.panels import SOURCE, Panel
-from honed.dashboards.make.queries import ENGINE, JOB, WORKLOAD
+from honed.dashboards.make.queries import DAEMON, ENGINE, WORKLOAD
 
 Rows = Sequence[tuple[str, list[Panel]]]
 
@@ -20,7 +20,7 @@ def board(name: str, text: str, rows: Rows) -> dashboard.Dashboard:
         .uid(f"honed-{name.lower().split()[0]}")
         .description(text)
         .tags(["honed", "vllm"])
-        .editable()
+        .readonly()
         .refresh("10s")
         .time("now-1h", "now")
         .timezone("browser")
@@ -47,46 +47,53 @@ def links() -> dashboard.DashboardLink:
 
 def variables() -> list[dashboard.DatasourceVariable | dashboard.QueryVariable]:
     """Variables that panels are filtered by."""
+    made: list[dashboard.DatasourceVariable | dashboard.QueryVariable] = [
+        dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"),
+        query_variable("job", "label_values(honed_build_info, job)").all_value(".+"),
+        query_variable("instance", 'label_values(honed_build_info{job=~"$job"}, instance)').all_value(".+"),
+        # Without a value for "All", Grafana puts in those found: the hosts of the chosen instances, for vLLM's own metrics.
+        query_variable("host", f"label_values(honed_build_info{{{DAEMON}}}, instance)")
+        .regex("/^(.*?)(?::[0-9]+)?$/")
+        .hide(model.VariableHide.HIDE_VARIABLE),
+    ]
     names = {
-        "job": "label_values(honed_build_info, job)",
-        "model_name": f"label_values(honed_engine_connected{{{JOB}}}, model_name)",
-        "engine": f'label_values(honed_engine_connected{{{JOB},model_name=~"$model_name"}}, engine)',
+        "model_name": f"label_values(honed_engine_connected{{{DAEMON}}}, model_name)",
+        "engine": f'label_values(honed_engine_connected{{{DAEMON},model_name=~"$model_name"}}, engine)',
         "workload": f"label_values(honed_verify_rounds_total{{{ENGINE}}}, workload)",
     }
-    made: list[dashboard.DatasourceVariable | dashboard.QueryVariable] = [
-        dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus")
-    ]
-    for name, query in names.items():
-        made.append(
-            dashboard.QueryVariable(name)
-            .label(name.replace("_", " ").capitalize())
-            .datasource(SOURCE)
-            .query(query)
-            .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
-            .sort(model.VariableSort.ALPHABETICAL_ASC)
-            .multi(True)
-            .include_all(True)
-            .all_value(".*")
-            .current(model.VariableOption(selected=True, text="All", value="$__all"))
-        )
-    return made
+    return made + [query_variable(name, query).all_value(".*") for name, query in names.items()]
+
+
+def query_variable(name: str, query: str) -> dashboard.QueryVariable:
+    """A variable with the values that a query finds; all of them unless some are chosen."""
+    return (
+        dashboard.QueryVariable(name)
+        .label(name.replace("_", " ").capitalize())
+        .datasource(SOURCE)
+        .query(query)
+        .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(model.VariableSort.ALPHABETICAL_ASC)
+        .multi(True)
+        .include_all(True)
+        .current(model.VariableOption(selected=True, text="All", value="$__all"))
+    )
 
 
 def changes() -> list[dashboard.AnnotationQuery]:
     """Marks where weights or decisions changed."""
-    swaps = f'increase(honed_swaps_total{{{JOB},result="ok"}}[1m]) > 0'
-    promotions = f"increase(honed_promotions_total{{{JOB}}}[1m]) > 0"
-    rollbacks = f"increase(honed_rollbacks_total{{{JOB}}}[1m]) > 0"
+    swaps = f'increase(honed_swaps_total{{{DAEMON},result="ok"}}[1m]) > 0'
+    promotions = f"increase(honed_promotions_total{{{DAEMON}}}[1m]) > 0"
+    rollbacks = f"increase(honed_rollbacks_total{{{DAEMON}}}[1m]) > 0"
     drift = f"increase(honed_drift_detections_total{{{WORKLOAD}}}[1m]) > 0"
-    overrides = f"increase(honed_override_changes_total{{{JOB}}}[1m]) > 0"
+    overrides = f"increase(honed_override_changes_total{{{DAEMON}}}[1m]) > 0"
     updates = f"increase(honed_target_updates_total{{{ENGINE}}}[1m]) > 0"
     return [
-        mark("Swaps", swaps, "new weights in an engine", "blue"),
-        mark("Promotions", promotions, "a version became active: {{reason}}", "green"),
-        mark("Roll-backs", rollbacks, "rolled back: {{reason}}", "red"),
-        mark("Drift", drift, "drift of workload {{workload}}", "orange"),
-        mark("Overrides", overrides, "override {{name}} {{change}}", "purple"),
-        mark("Target updates", updates, "other weights of the target in engine {{engine}}", "yellow"),
+        mark("Swaps", swaps, "{{instance}}: new weights in an engine", "blue"),
+        mark("Promotions", promotions, "{{instance}}: a version became active, {{reason}}", "green"),
+        mark("Roll-backs", rollbacks, "{{instance}}: rolled back, {{reason}}", "red"),
+        mark("Drift", drift, "{{instance}}: drift of workload {{workload}}", "orange"),
+        mark("Overrides", overrides, "{{instance}}: override {{name}} {{change}}", "purple"),
+        mark("Target updates", updates, "{{instance}}: other weights of the target in engine {{engine}}", "yellow"),
     ]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders import dashboard
 
 from honed.dashboards.make.frame import board
-from honed.dashboards.make.panels import Panel, number, plot, timeline
-from honed.dashboards.make.queries import ENGINE, JOB, VLLM, new, quantile, rate, ratio
+from honed.dashboards.make.panels import TOKENS, Panel, number, plot, timeline
+from honed.dashboards.make.queries import DAEMON, ENGINE, VLLM, new, quantile, rate, ratio
 
 ACCEPTED, ROUNDS, DRAFTED = "honed_accepted_tokens_total", "honed_verify_rounds_total", "honed_draft_tokens_total"
 BY, LEGEND = "workload, drafter_version", "{{workload}} {{drafter_version}}"
@@ -21,13 +21,13 @@ def overview() -> dashboard.Dashboard:
 
 def now() -> list[Panel]:
     """Present values."""
-    length = f"1 + {ratio(ACCEPTED, ROUNDS, 'job')}"
-    lost = f"sum by (job) (honed_events_lost_total{{{ENGINE}}})"
+    lost = new("honed_events_lost_total", "", ENGINE, "$__range")
+    errors = new("honed_db_errors_total", "", DAEMON, "$__range")
     return [
         number(
             "Acceptance length",
             "Tokens a verify round samples, bonus token included: vLLM's own figure.",
-            [(length, "")],
+            [(f"1 + {ratio(ACCEPTED, ROUNDS)}", "")],
             decimals=2,
         ),
         number(
@@ -35,18 +35,22 @@ def now() -> list[Panel]:
             "Tokens per second relative to no drafting, estimated by the controller.",
             [(f"honed_speedup_estimated_ratio{{{ENGINE}}}", "{{engine}}")],
             decimals=2,
+            good=1.0,
         ),
         number(
-            "Engines heard", "Engines connected to the daemon.", [(f"sum by (job) (honed_engine_connected{{{ENGINE}}})", "")]
+            "Engines heard",
+            "Engines connected to the daemon.",
+            [(f"sum by (instance) (honed_engine_connected{{{ENGINE}}})", "")],
+            good=1,
         ),
-        number("Rounds lost", "Verify rounds that engines had to drop since their start.", [(lost, "")], worst=1),
+        number("Rounds lost", "Verify rounds that engines had to drop, in the time shown.", [(lost, "")], bad=1),
         number(
             "Active drafter",
             "Version in the role active.",
-            [(f'honed_drafter_info{{{JOB},role="active"}}', "{{version}}")],
+            [(f'honed_drafter_info{{{DAEMON},role="active"}}', "{{version}}")],
             shows_name=True,
         ),
-        number("Database errors", "Refusals by the database.", [(f"honed_db_errors_total{{{JOB}}}", "")], worst=1),
+        number("Database errors", "Refusals by the database, in the time shown.", [(errors, "")], bad=1),
     ]
 
 
@@ -97,6 +101,7 @@ def speed() -> list[Panel]:
                 (rate("honed_delivered_tokens_total", "workload"), "{{workload}}"),
                 (rate("vllm:generation_tokens_total", "model_name", VLLM), "vLLM {{model_name}}"),
             ],
+            unit=TOKENS,
             low=0,
         ),
         plot(
@@ -127,7 +132,7 @@ def weights() -> list[Panel]:
             [
                 (new("honed_events_lost_total", by, ENGINE), "rounds {{engine}} {{reason}}"),
                 (new("honed_event_batches_lost_total", by, ENGINE), "batches {{engine}} {{reason}}"),
-                (new("honed_frames_rejected_total", "reason", JOB), "frames {{reason}}"),
+                (new("honed_frames_rejected_total", "reason", DAEMON), "frames {{reason}}"),
             ],
             low=0,
         ),

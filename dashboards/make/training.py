@@ -5,8 +5,8 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders import dashboard
 
 from honed.dashboards.make.frame import board
-from honed.dashboards.make.panels import Panel, number, plot, timeline
-from honed.dashboards.make.queries import ENGINE, JOB, VLLM, new, quantile, rate, ratio, training_is
+from honed.dashboards.make.panels import ROWS, STEPS, TOKENS, Panel, number, plot, timeline
+from honed.dashboards.make.queries import DAEMON, ENGINE, VLLM, if_training, largest, new, quantile, rate, ratio
 
 
 def training() -> dashboard.Dashboard:
@@ -18,57 +18,64 @@ def training() -> dashboard.Dashboard:
 
 def now() -> list[Panel]:
     """Present values."""
-    state = f"honed_trainer_state{{{JOB}}} == 1"
+    state = f"honed_trainer_state{{{DAEMON}}} == 1"
     return [
         number("Trainer", "The trainer's state.", [(state, "{{state}}")], shows_name=True, span=6),
         number(
             "Active drafter",
             "Version in the role active.",
-            [(f'honed_drafter_info{{{JOB},role="active"}}', "{{version}}")],
+            [(f'honed_drafter_info{{{DAEMON},role="active"}}', "{{version}}")],
             shows_name=True,
             span=6,
         ),
         number(
             "Latest swap's pause",
             "Time for which it held the engine.",
-            [(f"honed_swap_pause_seconds{{{JOB}}}", "")],
+            [(f"honed_swap_pause_seconds{{{DAEMON}}}", "")],
             unit="s",
             decimals=1,
             span=6,
         ),
-        number("On trial", "1 while two drafter versions take turns.", [(f"honed_canary_active{{{JOB}}}", "")], span=6),
+        number(
+            "On trial",
+            "1 while two drafter versions take turns.",
+            [(f"honed_canary_active{{{DAEMON}}}", "")],
+            span=6,
+        ),
     ]
 
 
 def progress() -> list[Panel]:
     """Progress of training."""
     return [
-        timeline("Trainer", "1 for its present state.", [(f"max by (state) (honed_trainer_state{{{JOB}}})", "{{state}}")]),
+        timeline("Trainer", "1 for its present state.", [(largest("honed_trainer_state", "state", DAEMON), "{{state}}")]),
         plot(
             "Idle share",
             "Share of time in which the engine was idle and the trainer could work.",
-            [(f"max by (job) (honed_gpu_idle_ratio{{{JOB}}})", "idle")],
+            [(largest("honed_gpu_idle_ratio", "", DAEMON), "idle")],
             unit="percentunit",
             low=0,
             high=1,
         ),
-        plot("Loss", "Latest training loss.", [(f"max by (job) (honed_training_loss{{{JOB}}})", "loss")], low=0),
+        plot("Loss", "Latest training loss.", [(largest("honed_training_loss", "", DAEMON), "loss")], low=0),
         plot(
             "Speed",
             "Micro-steps a second, and tokens trained on a second (right axis).",
             [
-                (rate("honed_training_steps_total", "job", JOB), "steps/s"),
-                (rate("honed_training_tokens_total", "job", JOB), "tokens/s (right)"),
+                (rate("honed_training_steps_total", "", DAEMON), "steps"),
+                (rate("honed_training_tokens_total", "", DAEMON), "tokens (right)"),
             ],
+            unit=STEPS,
             low=0,
             right="B",
+            right_unit=TOKENS,
         ),
         plot(
             "Samples held",
             "In the trainer's memory, and on its disk if that is allowed.",
             [
-                (f"max by (job) (honed_samples_held_bytes{{{JOB}}})", "in memory"),
-                (f"max by (job) (honed_samples_spilled_bytes{{{JOB}}})", "on disk"),
+                (largest("honed_samples_held_bytes", "", DAEMON), "in memory"),
+                (largest("honed_samples_spilled_bytes", "", DAEMON), "on disk"),
             ],
             unit="bytes",
             low=0,
@@ -81,8 +88,14 @@ def progress() -> list[Panel]:
                 (rate("honed_captured_rows_total", "engine", ENGINE), "captured {{engine}}"),
                 (rate("honed_capture_skipped_rows_total", "engine", ENGINE), "skipped {{engine}}"),
                 (rate("honed_capture_nonfinite_rows_total", "engine", ENGINE), "not finite {{engine}}"),
-                (rate("honed_capture_media_requests_total", "engine", ENGINE), "requests with media {{engine}}"),
+                (
+                    rate("honed_capture_media_requests_total", "engine", ENGINE),
+                    "requests with media {{engine}} (right)",
+                ),
             ],
+            unit=ROWS,
+            right="D",
+            right_unit="reqps",
             low=0,
         ),
     ]
@@ -97,30 +110,35 @@ def costs() -> list[Panel]:
             "Times a second that the trainer yielded to the engine; right axis: p99 of the time that took, and of the "
             "computing in it, which users lose. On a CPU the rest is waiting for a core.",
             [
-                (rate("honed_training_preemptions_total", "job", JOB), "pre-emptions/s"),
-                (quantile(0.99, "honed_training_preemption_seconds", "job", JOB), "p99 seconds (right)"),
-                (quantile(0.99, "honed_training_preemption_computing_seconds", "job", JOB), "p99 seconds of computing (right)"),
+                (rate("honed_training_preemptions_total", "", DAEMON), "pre-emptions"),
+                (quantile(0.99, "honed_training_preemption_seconds", "", DAEMON), "p99 seconds (right)"),
+                (
+                    quantile(0.99, "honed_training_preemption_computing_seconds", "", DAEMON),
+                    "p99 seconds of computing (right)",
+                ),
             ],
+            unit="ops",
             low=0,
             right="BC",
+            right_unit="s",
         ),
         plot(
             "Training beside requests",
             "Share of the time with requests that training may take, what it is estimated to add to steps of serving, and the "
             "share of steps beside it that are slower than 99 of 100 without.",
             [
-                (f"max by (job) (honed_training_beside_requests_duty{{{JOB}}})", "duty"),
-                (f"max by (job) (honed_training_harm_ratio{{{JOB}}})", "added to steps"),
-                (f"max by (job) (honed_training_slow_steps_ratio{{{JOB}}})", "slow steps"),
+                (largest("honed_training_beside_requests_duty", "", DAEMON), "duty"),
+                (largest("honed_training_harm_ratio", "", DAEMON), "added to steps"),
+                (largest("honed_training_slow_steps_ratio", "", DAEMON), "slow steps"),
             ],
             unit="percentunit",
         ),
         plot(
             "Inter-token latency p99, while training and not",
-            "vLLM's own measurement, split by whether a trainer of these jobs was at work (computing, yielding or gating).",
+            "vLLM's own measurement, split by whether the host's trainer was at work (computing, yielding or gating).",
             [
-                (f"{latency} and {training_is(1)}", "while training {{model_name}}"),
-                (f"{latency} and {training_is(0)}", "not training {{model_name}}"),
+                (if_training(latency, 1), "while training {{model_name}}"),
+                (if_training(latency, 0), "not training {{model_name}}"),
             ],
             unit="s",
             low=0,
@@ -146,22 +164,23 @@ def weights() -> list[Panel]:
         plot(
             "Canary evidence",
             "log10 of the evidence on the version on trial, over all traffic; about 2 and more is proof.",
-            [(f'honed_canary_log_evidence{{{JOB}, workload=""}}', "{{version}} is {{says}}")],
+            [(f'honed_canary_log_evidence{{{DAEMON}, workload=""}}', "{{version}} is {{says}}")],
+            good=2.0,
         ),
         plot(
             "Swaps, promotions and roll-backs",
             "Swap commands that engines answered, versions made active, versions taken back.",
             [
-                (new("honed_swaps_total", "result", JOB), "swap {{result}}"),
-                (new("honed_promotions_total", "reason", JOB), "promotion {{reason}}"),
-                (new("honed_rollbacks_total", "reason", JOB), "roll-back {{reason}}"),
+                (new("honed_swaps_total", "result", DAEMON), "swap {{result}}"),
+                (new("honed_promotions_total", "reason", DAEMON), "promotion {{reason}}"),
+                (new("honed_rollbacks_total", "reason", DAEMON), "roll-back {{reason}}"),
             ],
             low=0,
         ),
         plot(
             "Operations",
-            "Operations that ended since the daemon's start.",
-            [(f"sum by (kind, result) (honed_operations_total{{{JOB}}})", "{{kind}} {{result}}")],
+            "Operations that ended.",
+            [(new("honed_operations_total", "kind, result", DAEMON), "{{kind}} {{result}}")],
             low=0,
         ),
     ]

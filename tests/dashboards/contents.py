@@ -16,8 +16,10 @@ FOLDER = ROOT / "dashboards"
 BOARDS = sorted(FOLDER.glob("*.json"))
 ALERTS, RECORDING = FOLDER / "honed-alerts.yml", FOLDER / "honed-recording.yml"
 
-METRIC = re.compile(r"\b(honed_[a-z0-9_]+)\b(?:\{([^}]*)\})?")
+METRIC = re.compile(r"(?<!:)\b(honed_[a-z0-9_]+|process_[a-z0-9_]+)\b(?!:)(?:\{([^}]*)\})?")
 FOREIGN = re.compile(r"\b(vllm:[a-z0-9_]+|up)\b(?:\{([^}]*)\})?")
+RECORDED = re.compile(r"\b((?:host|instance)(?:_[a-z]+)*:[a-z0-9_]+:[a-z0-9_]+)")
+"""What a recording rule makes."""
 LABEL_VALUES = re.compile(r"label_values\((.+), (\w+)\)")
 
 
@@ -37,7 +39,8 @@ class Query:
 
 def fill(expr: str, interval: str = "4s") -> str:
     """The expression with variables filled in."""
-    return re.sub(r"\$(job|model_name|engine|workload)\b", ".*", expr.replace("$__rate_interval", interval))
+    expr = expr.replace("$__rate_interval", interval).replace("$__range", "1h")
+    return re.sub(r"\$(job|instance|host|model_name|engine|workload)\b", ".*", expr)
 
 
 def board_of(path: Path) -> dict[str, Any]:

@@ -37,13 +37,26 @@ def cases() -> dict[str, Any]:
     for test in document["tests"]:
         for case in test["alert_rule_test"]:
             for alert in case.get("exp_alerts", []):
-                texts = annotations[case["alertname"]]
-                alert["exp_annotations"] = {name: rendered(text, alert["exp_labels"]) for name, text in texts.items()}
+                texts, value = annotations[case["alertname"]], alert.pop("value", "")
+                alert["exp_annotations"] = {name: rendered(text, alert["exp_labels"], value) for name, text in texts.items()}
     return document
 
 
-def rendered(text: str, labels: dict[str, str]) -> str:
-    return re.sub(r"{{ \$labels\.(\w+) }}", lambda match: labels[match[1]], text)
+def rendered(text: str, labels: dict[str, str], value: str) -> str:
+    text = re.sub(r"{{ \$labels\.(\w+) }}", lambda match: labels[match[1]], text)
+    assert value or "$value" not in text, f"the case has no value for: {text}"
+    return re.sub(r"{{ \$value[^}]*}}", value, text)
+
+
+def beside_a_healthy_host(document: dict[str, Any]) -> dict[str, Any]:
+    """The same cases, each on a Prometheus that also scrapes a host where all is well, with the same names on it."""
+    well, *sick = document["tests"]
+    assert well["name"] == "all is well"
+    neighbour = [
+        {"series": one["series"].replace('instance="a:', 'instance="well:'), "values": one["values"].replace("7x", "0x")}
+        for one in well["input_series"]
+    ]
+    return document | {"tests": [test | {"input_series": test["input_series"] + neighbour} for test in sick]}
 
 
 def test_every_alert_has_a_case_where_it_fires_and_one_where_it_does_not() -> None:
@@ -54,11 +67,12 @@ def test_every_alert_has_a_case_where_it_fires_and_one_where_it_does_not() -> No
 
 
 @needs("promtool")
-def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [lambda document: document, beside_a_healthy_host], ids=["alone", "beside a healthy host"])
+def test_alerts_fire_when_they_should(tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     for path in (ALERTS, RECORDING):
         shutil.copy(path, tmp_path)
     filled = tmp_path / "cases.yml"
-    filled.write_text(yaml.safe_dump(cases()))
+    filled.write_text(yaml.safe_dump(change(cases())))
     assert "SUCCESS" in promtool("test", "rules", filled)
 
 

@@ -7,11 +7,12 @@ import re
 
 import pytest
 
-from docs.make import models_page, reference
+from docs.make import alerts_page, models_page, reference
 from docs.make.published import PUBLISHED
 from honed.attach.engine import environment
 from honed.daemon.settings import variables
 from honed.daemon.settings.settings import Settings
+from tests.dashboards.contents import ALERTS, rules
 from tests.tools import ROOT
 
 ANEW = "run `make reference` and look at the difference"
@@ -33,6 +34,15 @@ def test_the_reference_is_what_the_code_has(page: str) -> None:
 def test_the_page_of_published_drafters_is_what_the_rules_say() -> None:
     assert (ROOT / models_page.PAGE).read_text() == models_page.text(), ANEW
     assert sum(not one.reasons() for one in PUBLISHED) >= 27
+
+
+def test_the_page_of_alerts_is_what_the_rules_have_and_each_alert_links_to_its_part() -> None:
+    page = (ROOT / alerts_page.PAGE).read_text()
+    assert page == alerts_page.text(ROOT), ANEW
+    for rule in rules(ALERTS):
+        url = rule["annotations"]["runbook_url"]
+        assert url.endswith(f"{alerts_page.PAGE}#{rule['alert'].lower()}")
+        assert f"\n## {rule['alert']}\n" in page
 
 
 def test_every_setting_is_in_it_and_says_what_it_means(page: str) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
 
 from tests.dashboards.contents import (
     ALERTS,
     FOREIGN,
     METRIC,
+    RECORDED,
     RECORDING,
     annotation_queries,
     fill,
@@ -19,7 +19,6 @@ from tests.dashboards.contents import (
 from tests.observability.stack import Stack
 
 INTERVAL = "4s"
-RECORDED = re.compile(r"\b(honed:[a-z0-9_:]+)")
 
 
 def test_every_panel_has_data(stack: Stack) -> None:
@@ -43,7 +42,7 @@ def test_every_annotation_has_marks(stack: Stack) -> None:
 
 def test_every_variable_has_values(stack: Stack) -> None:
     asked = variable_queries()
-    assert len(asked) == 4
+    assert len(asked) == 6
     for selector, label in asked:
         series = stack.prometheus.series(fill(selector), stack.start_s)
         assert series, selector

@@ -70,6 +70,6 @@ def test_versions_of_the_daemon_and_of_its_engines(service: Service, make_engine
 
 def test_the_process_tells_of_itself_under_our_prefix(service: Service) -> None:
     found = scrape(service)
-    assert found["honed_process_resident_memory_bytes"][""] > 1e6
-    assert found["honed_process_cpu_seconds_total"][""] > 0
+    assert found["process_resident_memory_bytes"][""] > 1e6
+    assert found["process_cpu_seconds_total"][""] > 0
     assert not [name for name in found if not name.startswith("honed_")]
