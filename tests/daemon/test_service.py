@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +12,8 @@ from structlog.testing import capture_logs
 
 from honed.adapt.protocol import wire
 from honed.daemon.service import Service
-from tests.daemon.conftest import wait_for
+from honed.daemon.settings.settings import Settings, load
+from tests.daemon.conftest import flags_in, wait_for
 from tests.daemon.fake_engine import FakeEngine
 
 MakeEngine = Callable[..., FakeEngine]
@@ -179,6 +181,23 @@ def test_an_engine_whose_drafts_vllm_trims_gets_policies_too(service: Service, m
     engine = make_engine()
     engine.hello(capabilities=["events", "swap", "estimates"])
     assert not engine.expect(wire.Policy).feeds_estimates  # unless asked for
+
+
+def test_engines_tell_their_steps_only_where_a_trainer_works_beside_requests(service: Service, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.hello()
+    assert not engine.expect(wire.Policy).tells_steps
+
+
+class TestATrainerBesideRequests:
+    @pytest.fixture
+    def settings(self, folder: Path) -> Settings:
+        return load(None, flags_in(folder) | {"trainer": {"when": "spare"}}, env={})
+
+    def test_engines_tell_it_their_steps(self, service: Service, make_engine: MakeEngine) -> None:
+        engine = make_engine()
+        engine.hello()
+        assert engine.expect(wire.Policy).tells_steps
 
 
 def test_an_engine_that_only_observes_gets_no_policy(service: Service, make_engine: MakeEngine) -> None:

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from honed.adapt.protocol.step_page import NUM_BYTES, rows_after
 from tests.e2e.engine import ARE_DRAFTS_KNOWN, IS_ASYNC, IS_SLOW, RUNNER, K, TestEngine, held_out
 from tests.e2e.logged import counted, keys_of, rounds, set_policy, take_batches
 
@@ -166,3 +168,19 @@ def test_A4_only_the_drafters_own_drafts_teach_once_a_request(
         assert all(row["trimmed"] == row["k"] > 0 == row["accepted"] for row in late)
     else:
         assert all(row["trimmed"] == 0 for row in late)
+
+
+def test_the_trainers_page_has_each_step_where_a_policy_asks_for_it(attached: TestEngine) -> None:
+    def told() -> int:
+        rows = rows_after(os.pread(attached.honed._busy._descriptor, NUM_BYTES, 0), 0)
+        return rows[-1].number if rows else 0
+
+    before = told()
+    for tells_steps in (False, True):
+        set_policy(attached, tells_steps=tells_steps)
+        take_batches(attached)
+        attached.generate(prompts(2), temperature=0.0, max_tokens=8)
+        steps = sum(len(batch.steps.step) for batch in take_batches(attached))
+        assert told() - before == (steps if tells_steps else 0)
+    set_policy(attached)
+    assert told() > before

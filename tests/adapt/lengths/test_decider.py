@@ -1,4 +1,5 @@
 import itertools
+import random
 
 import msgspec
 import numpy as np
@@ -497,6 +498,36 @@ def test_nobody_gets_more_drafts_than_it_can_still_take(changes, others):
         assert lengths[0] > 0
     decider.finish("ends")
     assert decider.requests.num_ceilings == 0
+
+
+@pytest.mark.fault("drafts past what a request can take")
+def test_a_small_batch_looks_rarely_for_requests_near_their_end_and_misses_none():
+    rng, policy = random.Random(7), make_policy(kind="static", static_k=K)
+    waits, looks = make_decider(policy), make_decider(policy)
+    tokens, end, ids, num_looked = {}, {}, [], 0
+    for step in range(2000):
+        while len(ids) < rng.choice((1, 2, 3)):
+            request_id = f"r{step}-{len(ids)}"
+            ids, tokens[request_id] = [*ids, request_id], 50
+            end[request_id] = 50 + rng.randint(1, 300)
+            for decider in (waits, looks):
+                decider.start(request_id)
+                decider.requests.note_context(request_id, 50, end[request_id])
+        contexts = [tokens[one] for one in ids]
+        looks.requests._sure_steps = 0
+        num_looked += waits.requests._sure_steps == 0
+        lengths, expected = (one.decide(ids, -1, 0, 0.0, contexts, 0, 1).num_draft_tokens for one in (waits, looks))
+        assert lengths == expected
+        accepted = [rng.randint(0, length) for length in lengths]
+        for decider in (waits, looks):
+            decider.observe(ids, lengths, accepted)
+        for one, count in zip(ids, accepted, strict=True):
+            tokens[one] += count + 1
+        for one in [one for one in ids if tokens[one] >= end[one]]:
+            ids = [other for other in ids if other != one]
+            for decider in (waits, looks):
+                decider.finish(one)
+    assert num_looked < 1500
 
 
 def test_a_request_that_goes_on_after_its_end_gets_its_own_most_drafts_again():
