@@ -101,7 +101,7 @@ code."""
 INSIDE_VLLM = {"numpy", "msgspec", "zmq", "torch", "safetensors", "vllm", "triton", "huggingface_hub"}
 HEAVY = {"torch", "vllm", "triton", "transformers"}
 
-DISTRIBUTIONS = {"zmq": "pyzmq", "starlette": "fastapi", "llvmlite": "numba", "dotenv": "python-dotenv"}
+DISTRIBUTIONS = {"zmq": "pyzmq", "starlette": "fastapi", "llvmlite": "numba", "dotenv": "python-dotenv", "yaml": "pyyaml"}
 """Where an import isn't named as what is installed for it; starlette is what FastAPI's answers are made of, and so on."""
 
 

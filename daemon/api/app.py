@@ -6,6 +6,7 @@ problem documents (RFC 9457).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import structlog
@@ -17,12 +18,14 @@ from honed.daemon.api.access import Authenticate, Tokens, needs
 from honed.daemon.api.changes import Name, add_changes
 from honed.daemon.api.follow import add_follow
 from honed.daemon.api.limits import LOCAL_HOSTS, Limits, TokenBucket
+from honed.daemon.api.passwords import HeadAsGet, Passwords
 from honed.daemon.api.problems import METHODS, finish
 from honed.daemon.api.queries import only_known_parameters
 from honed.daemon.lifecycle.sharing import without_credentials
 from honed.daemon.metrics.render import CONTENT_TYPE, render
 from honed.daemon.page.page import add_page
 from honed.daemon.service import Service
+from honed.daemon.settings.web_config import WebConfigFile
 from honed.daemon.store import canary_tables
 from honed.daemon.views import views
 from honed.daemon.views.engine_view import EngineView
@@ -62,16 +65,18 @@ def make_app(service: Service, tokens: Tokens | None = None) -> FastAPI:
     hosts = LOCAL_HOSTS if tokens is not None else frozenset[str]()
     app.add_middleware(Limits, max_body_bytes=MAX_BODY_BYTES, bucket=bucket, hosts=hosts)
 
-    def count_stranger(method: str) -> None:
-        service.requests[method if method in METHODS else "other", "unauthenticated", "401"] += 1
-
     # The last added runs first, so unauthenticated requests use up no rate.
-    app.add_middleware(Authenticate, tokens=tokens, on_refused=count_stranger)
+    app.add_middleware(Authenticate, tokens=tokens, on_refused=partial(_count_stranger, service))
     return app
 
 
-def make_read_only_app(service: Service) -> FastAPI:
-    """The status page, /metrics, /healthz and /readyz, for the loopback listener."""
+def make_read_only_app(service: Service, web_config: WebConfigFile | None = None, *, is_remote: bool = False) -> FastAPI:
+    """The status page, /metrics, /healthz and /readyz.
+
+    Args:
+        web_config: users with their passwords; None: everybody may read.
+        is_remote: the listener isn't on loopback, so it may have any name.
+    """
     app = FastAPI(title="honed", version=service.version, responses=PROBLEMS, docs_url=None, redoc_url=None, openapi_url=None)
     router = APIRouter()
     add_health(router, service)
@@ -84,8 +89,15 @@ def make_read_only_app(service: Service) -> FastAPI:
         other_routes="This is honed's port for metrics: /metrics, /healthz, /readyz, and a status page at /. "
         f"The admin API is on the unix socket {socket}: leave --url out, or give --socket.",
     )
-    app.add_middleware(Limits, max_body_bytes=1024, hosts=LOCAL_HOSTS)
+    app.add_middleware(HeadAsGet)
+    app.add_middleware(Limits, max_body_bytes=1024, hosts=frozenset() if is_remote else LOCAL_HOSTS)
+    if web_config is not None:
+        app.add_middleware(Passwords, file=web_config, on_refused=partial(_count_stranger, service))
     return app
+
+
+def _count_stranger(service: Service, method: str) -> None:
+    service.requests[method if method in METHODS else "other", "unauthenticated", "401"] += 1
 
 
 def add_health(app: APIRouter, service: Service) -> None:

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from honed.daemon.doctor.check import Check
+from honed.daemon.errors import StartError
+from honed.daemon.settings.sections import HttpSettings
+from honed.daemon.settings.web_config import WebConfigFile
 from honed.daemon.views.findings import findings
 
 ROUNDS = 500
@@ -54,12 +57,23 @@ def _check_engine(engine: dict[str, Any], daemon_version: str) -> Iterator[Check
         yield Check(subject, "ok", f"its drafter is right on {100 * share:.0f} % of first tokens")
 
 
-def check_metrics(address: str, fetch: Fetch) -> Iterator[Check]:
+def check_metrics(http: HttpSettings, fetch: Fetch) -> Iterator[Check]:
     """Check that /metrics can be read at the address for Prometheus."""
+    address = http.metrics_listen
     if not address:
         text = "http.metrics_listen is empty: Prometheus has nothing to read"
         yield Check("metrics", "warning", text, 'Set http.metrics_listen = "127.0.0.1:9464".')
         return
+    if http.metrics_web_config is not None:
+        try:
+            WebConfigFile(http.metrics_web_config)
+        except StartError as error:
+            yield Check("metrics", "error", str(error), "Correct it: the daemon can't start with it, and keeps its last one.")
+            return
+        text = f"{address} wants what http.metrics_web_config says (TLS, a password), so it wasn't read from here"
+        yield Check("metrics", "unknown", text, "Try it as Prometheus does: `curl --user USER https://HOST:PORT/metrics`.")
+        return
+    address = address.replace("0.0.0.0:", "127.0.0.1:").replace("[::]:", "[::1]:")
     code, body = fetch(f"http://{address}/metrics")
     if code != 200:
         text = f"http://{address}/metrics {f'answers {code}' if code else f'gives no answer ({body})'}"

@@ -75,7 +75,7 @@ def diagnose(asked: Asked, connection: Connection) -> list[Check]:
     checks += _command(asked.command) if asked.command else _running(settings, status)
     checks += _memory(settings, status, asked.command)
     if status is not None:
-        checks += doctor_daemon.check_metrics(settings.http.metrics_listen, fetch)
+        checks += doctor_daemon.check_metrics(settings.http, fetch)
     prometheus = (asked.prometheus or PROMETHEUS).rstrip("/")
     checks += doctor_daemon.check_prometheus(prometheus, fetch, is_asked=bool(asked.prometheus))
     return checks

@@ -1,4 +1,4 @@
-"""uvicorn on a thread: the admin API on a unix socket, and a read-only listener on loopback."""
+"""uvicorn on a thread: the admin API on a unix socket, and a read-only listener."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import contextlib
 import socket
 import struct
 import threading
+import weakref
+from typing import Any, Literal
 
 import h11
 import structlog
@@ -19,8 +21,10 @@ from honed.daemon.api.app import make_app, make_read_only_app
 from honed.daemon.errors import StartError
 from honed.daemon.ingest.router import bind_unix, most_connections
 from honed.daemon.service import Service
-from honed.daemon.settings.listen import check_address
+from honed.daemon.settings import listen
+from honed.daemon.settings.listen import LOOPBACK_ONLY, check_address
 from honed.daemon.settings.settings import Settings
+from honed.daemon.settings.web_config import WebConfigFile
 
 log = structlog.get_logger("honed.http")
 
@@ -28,6 +32,8 @@ MAX_AHEAD_BYTES = 64 << 10
 """Requests that a client may send before it has the answer to an earlier one."""
 PATIENCE_S = 10.0
 """Time for a complete request; its connection is closed after one to two times this."""
+MOST_REMOTE = 64
+"""Connections from other hosts at a time, those that haven't come through TLS included."""
 _PEER = struct.Struct("3i")
 """SO_PEERCRED: process, user, group."""
 
@@ -65,46 +71,66 @@ class Protocol(H11Protocol):
             self.loop.call_later(PATIENCE_S, self._close_if_stuck, self.cycle)
 
 
+class RemoteListener(socket.socket):
+    """Accepts so many connections at a time. asyncio's own loop must accept them: uvloop's doesn't ask."""
+
+    def __init__(self, family: socket.AddressFamily, kind: socket.SocketKind) -> None:
+        super().__init__(family, kind)
+        self._open = weakref.WeakSet[socket.socket]()
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        connection, address = super().accept()
+        if len(self._open) >= MOST_REMOTE:
+            connection.close()
+            raise ConnectionAbortedError("too many connections")
+        self._open.add(connection)
+        return connection, address
+
+
 class HttpServer:
-    """Both listeners of one daemon."""
+    """The listeners of one daemon."""
 
     def __init__(self, service: Service, settings: Settings) -> None:
         self._service, self._settings = service, settings
-        self._sockets: list[tuple[str, socket.socket, FastAPI]] = []
+        self._sockets: list[tuple[str, socket.socket, uvicorn.Config]] = []
         self._running: list[tuple[uvicorn.Server, threading.Thread]] = []
 
     def bind(self) -> None:
         """Bind the addresses before anything starts. Raises StartError."""
         http, path = self._settings.http, self._settings.paths.admin_socket
         try:
-            self._sockets.append(("admin-socket", bind_unix(path), make_app(self._service)))
+            self._sockets.append(("admin-socket", bind_unix(path), configured(make_app(self._service))))
             if http.metrics_listen:
-                listener = bind_loopback(http.metrics_listen, "http.metrics_listen")
-                self._sockets.append(("metrics", listener, make_read_only_app(self._service)))
+                self._bind_metrics()
             if http.admin_listen:
                 tokens = load_tokens(http.read_token_file, http.admin_token_file)
-                listener = bind_loopback(http.admin_listen, "http.admin_listen")
-                self._sockets.append(("admin-tcp", listener, make_app(self._service, tokens)))
+                listener = bind_tcp(http.admin_listen, "http.admin_listen")
+                self._sockets.append(("admin-tcp", listener, configured(make_app(self._service, tokens))))
         except StartError:
             self.stop()
             raise
 
+    def _bind_metrics(self) -> None:
+        http, setting = self._settings.http, "http.metrics_listen"
+        file = WebConfigFile(http.metrics_web_config) if http.metrics_web_config is not None else None
+        listener = bind_tcp(http.metrics_listen, setting, is_remote=http.is_metrics_remote)
+        is_remote = isinstance(listener, RemoteListener)
+        if is_remote and not http.metrics_plaintext and (file is None or file.context is None):
+            listener.close()
+            raise StartError(
+                f"{http.metrics_web_config} has no tls_server_config, so all would be readable on the network: add it, or set "
+                "http.metrics_plaintext = true"
+            )
+        app = make_read_only_app(self._service, file, is_remote=is_remote)
+        config = configured(app, loop="asyncio" if is_remote else "auto")
+        if file is not None:
+            config.load()
+            config.ssl = file.first_context()
+        self._sockets.append(("metrics", listener, config))
+
     def start(self) -> None:
         """Answer requests."""
-        for name, listener, app in self._sockets:
-            config = uvicorn.Config(
-                app,
-                http=Protocol,
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                server_header=False,
-                timeout_graceful_shutdown=3,
-                timeout_keep_alive=5,
-                limit_concurrency=256,
-                h11_max_incomplete_event_size=64 << 10,
-                ws="none",
-            )
+        for name, listener, config in self._sockets:
             server = uvicorn.Server(config)
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name=f"honed-{name}", daemon=True)
             thread.start()
@@ -126,13 +152,41 @@ class HttpServer:
             self._settings.paths.admin_socket.unlink()
 
 
-def bind_loopback(address: str, setting: str = "http.metrics_listen") -> socket.socket:
-    """Listen on host:port. Raises StartError for a port in use or an address that isn't loopback."""
+def configured(app: FastAPI, loop: Literal["auto", "asyncio"] = "auto") -> uvicorn.Config:
+    """uvicorn's configuration of a listener."""
+    return uvicorn.Config(
+        app,
+        http=Protocol,
+        loop=loop,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=3,
+        timeout_keep_alive=5,
+        limit_concurrency=256,
+        h11_max_incomplete_event_size=64 << 10,
+        ws="none",
+    )
+
+
+def bind_tcp(address: str, setting: str = "http.metrics_listen", *, is_remote: bool = False) -> socket.socket:
+    """Listen on host:port; a `RemoteListener` for an address that isn't loopback.
+
+    Args:
+        setting: names the address in errors.
+        is_remote: whether it may be another address than loopback.
+
+    Raises:
+        StartError: the port is in use, or the address isn't allowed.
+    """
     try:
-        host, number = check_address(address)
+        host, number = check_address(address, why_only_loopback="" if is_remote else LOOPBACK_ONLY)
     except ValueError as error:
         raise StartError(f"{setting} {address!r} {error}") from error
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    kind = socket.socket if listen.is_loopback(host) else RemoteListener
+    listener = kind(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, number))

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model,
 from honed.adapt.control.settings import ControllerSettings
 from honed.adapt.monitor.canary import CanarySettings
 from honed.adapt.protocol.ranges import SECONDS, Range, Ranges
-from honed.daemon.settings.listen import check_address
+from honed.daemon.settings.listen import NOT_PROTECTED, check_address
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.gate.gate import GateSettings
 
@@ -144,7 +144,12 @@ class HttpSettings(Section):
     """The read-only listener and limits of the admin API."""
 
     metrics_listen: str = "127.0.0.1:9464"
-    """host:port of the status page, /metrics, /healthz and /readyz; "": none. Only loopback addresses."""
+    """host:port of the status page, /metrics, /healthz and /readyz; "": none. A loopback address, unless one of the next two is
+    set."""
+    metrics_web_config: Path | None = None
+    """File in the web-config form of Prometheus and its exporters, with TLS and passwords for `metrics_listen`."""
+    metrics_plaintext: bool = False
+    """Let `metrics_listen` be any address without TLS: whoever reaches it may read the status page and the metrics."""
     admin_listen: str = ""
     """host:port of the admin API besides its unix socket, with tokens; "": none. Only loopback addresses."""
     read_token_file: Path | None = None
@@ -156,12 +161,23 @@ class HttpSettings(Section):
 
     RANGES: ClassVar[Ranges] = {"mutations_per_minute": Range(1, 1_000_000)}
 
-    @field_validator("metrics_listen", "admin_listen")
+    @field_validator("admin_listen")
     @classmethod
     def _is_an_address(cls, value: str) -> str:
         if value:
             check_address(value)
         return value
+
+    @model_validator(mode="after")
+    def _is_protected(self) -> Self:
+        if self.metrics_listen:
+            check_address(self.metrics_listen, why_only_loopback="" if self.is_metrics_remote else NOT_PROTECTED)
+        return self
+
+    @property
+    def is_metrics_remote(self) -> bool:
+        """Whether `metrics_listen` may be another address than loopback."""
+        return self.metrics_plaintext or self.metrics_web_config is not None
 
 
 class RegistrySettings(Section):

@@ -326,7 +326,7 @@ def test_metrics_parse_and_agree_with_what_was_stored(client: TestClient, engine
     assert length["+Inf"] == 8
     assert length["honed_acceptance_length_sum"] == 20
     for name, family in families.items():
-        assert name.startswith("honed_")
+        assert name.startswith(("honed_", "process_"))
         assert family.documentation
         for sample in family.samples:
             assert not {"request", "request_id"} & set(sample.labels)

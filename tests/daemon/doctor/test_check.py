@@ -27,6 +27,7 @@ from honed.daemon.doctor import host as doctor_host
 from honed.daemon.doctor import memory as doctor_memory
 from honed.daemon.doctor.check import ORDER, Check, exit_code, worst_first
 from honed.daemon.process.serve import start
+from honed.daemon.settings.sections import HttpSettings
 from honed.daemon.settings.settings import load
 from honed.daemon.store import database
 from honed.recalib.config.drafter import DrafterConfig
@@ -282,7 +283,11 @@ def test_metrics_and_prometheus() -> None:
     def fetch(status: int, body: str) -> Callable[[str], tuple[int, str]]:
         return lambda url: (status, body)
 
-    check = doctor_daemon.check_metrics
+    def check(address: str, fetch: Callable[[str], tuple[int, str]], **changes: Any) -> Iterator[Check]:
+        return doctor_daemon.check_metrics(HttpSettings(metrics_listen=address, **changes), fetch)
+
+    assert only(check("0.0.0.0:9464", lambda url: (200, f"honed_build_info {url}"), metrics_plaintext=True)).level == "ok"
+    assert "can't be read" in only(check("0.0.0.0:9464", fetch(0, ""), metrics_web_config=Path("/none.yml"))).text
     assert only(check("127.0.0.1:9464", fetch(200, "honed_build_info{} 1"))).level == "ok"
     assert "isn't honed's" in only(check("127.0.0.1:9464", fetch(200, "go_info 1"))).text
     assert "answers 404" in only(check("127.0.0.1:9464", fetch(404, ""))).text

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from honed.daemon.errors import StartError
-from honed.daemon.process.http_server import bind_loopback
+from honed.daemon.process.http_server import bind_tcp
 from honed.daemon.process.serve import locked, make_folder
 from honed.daemon.store.database import connect
 from tests.daemon.conftest import DaemonProcess, wait_for
@@ -211,13 +211,13 @@ def test_the_daemon_does_its_sums_on_one_core(daemon: DaemonProcess) -> None:
 def test_only_loopback_is_listened_on() -> None:
     for address in ("0.0.0.0:0", "[::]:0", "192.0.2.1:80"):
         with pytest.raises(StartError, match="loopback"):
-            bind_loopback(address)
+            bind_tcp(address)
     for address in ("9464", "host:1", "127.0.0.1:x"):
         with pytest.raises(StartError, match="host:port"):
-            bind_loopback(address)
+            bind_tcp(address)
     with pytest.raises(StartError):
-        bind_loopback("127.0.0.1:99999")
-    bind_loopback("localhost:0").close()
+        bind_tcp("127.0.0.1:99999")
+    bind_tcp("localhost:0").close()
 
 
 def test_a_folder_that_others_may_have_made_first_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,221 @@
+"""Metrics for other hosts: TLS and passwords by a web-config file, on a real listener.
+
+No listener here leaves this machine: one of its own addresses passes for another host's.
+"""
+
+from __future__ import annotations
+
+import base64
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from pathlib import Path
+from typing import Any
+
+import bcrypt
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from honed.daemon.errors import SettingsError, StartError
+from honed.daemon.process import http_server
+from honed.daemon.process.http_server import HttpServer
+from honed.daemon.service import Service
+from honed.daemon.settings import listen
+from honed.daemon.settings.settings import load
+from honed.daemon.settings.web_config import WebConfigFile
+from tests.daemon.conftest import flags_in, wait_for
+from tests.tools import needs
+
+ELSEWHERE = "127.0.0.77"
+"""Passes for an address that isn't loopback."""
+PASSWORD = "correct horse"
+Serve = Callable[..., int]
+
+
+def hashed(password: str) -> str:
+    return bcrypt.hashpw(password.encode(), bcrypt.gensalt(4)).decode()
+
+
+def make_certificate(folder: Path, name: str) -> None:
+    """A certificate that signs itself, NAME.crt, and its key, NAME.key."""
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    files = ["-keyout", str(folder / f"{name}.key"), "-out", str(folder / f"{name}.crt")]
+    names = ["-subj", f"/CN={name}", "-addext", f"subjectAltName=IP:{ELSEWHERE}"]
+    subprocess.run([*command, *files, *names], check=True, capture_output=True)
+
+
+def write(folder: Path, **parts: Any) -> Path:
+    path = folder / "web.yml"
+    path.write_text(yaml.safe_dump(parts))
+    return path
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> dict[str, Any]:
+    make_certificate(tmp_path, "server")
+    return {"cert_file": "server.crt", "key_file": "server.key"}
+
+
+@pytest.fixture
+def serve(service: Service, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    """Starts the listeners with these settings; returns the port for metrics."""
+    monkeypatch.setattr(listen, "is_loopback", lambda host: host != ELSEWHERE)
+    started = []
+
+    def start(**http: Any) -> int:
+        flags = flags_in(folder)
+        flags["http"] = {"metrics_listen": f"{ELSEWHERE}:0"} | http
+        server = HttpServer(service, load(None, flags, env={}))
+        server.bind()
+        server.start()
+        started.append(server)
+        return int(next(one for name, one, _ in server._sockets if name == "metrics").getsockname()[1])
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+def trusting(folder: Path, name: str = "server") -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(folder / f"{name}.crt"))
+
+
+def ask(
+    port: int, context: ssl.SSLContext | None, user: str = "", path: str = "/metrics", method: str = "GET"
+) -> tuple[HTTPResponse, bytes]:
+    """One request; `user` is user:password."""
+    kind: Any = HTTPConnection if context is None else HTTPSConnection
+    connection = kind(ELSEWHERE, port, timeout=20.0, **({} if context is None else {"context": context}))
+    headers = {"Authorization": f"Basic {base64.b64encode(user.encode()).decode()}"} if user else {}
+    try:
+        connection.request(method, path, headers=headers)
+        response = connection.getresponse()
+        return response, response.read()
+    finally:
+        connection.close()
+
+
+@needs("openssl")
+def test_other_hosts_read_with_tls_and_a_password(serve: Serve, tmp_path: Path, tls: dict[str, Any], service: Service) -> None:
+    file = write(tmp_path, tls_server_config=tls, basic_auth_users={"prometheus": hashed(PASSWORD)})
+    port, context = serve(metrics_web_config=file), trusting(tmp_path)
+    for user in ("", "prometheus:wrong", f"nobody:{PASSWORD}", f"prometheus:{'x' * 100}", "prometheus"):
+        response, body = ask(port, context, user)
+        assert (response.status, response.headers["WWW-Authenticate"]) == (401, 'Basic realm="honed"'), user
+        assert b"honed_" not in body
+    for _ in range(2):
+        response, body = ask(port, context, f"prometheus:{PASSWORD}")
+        assert (response.status, b"honed_build_info" in body) == (200, True)
+    assert service.requests["GET", "unauthenticated", "401"] == 5
+    with pytest.raises(ssl.SSLError):
+        ask(port, ssl.create_default_context())
+    with pytest.raises((OSError, HTTPException)):
+        ask(port, None)
+
+
+@needs("openssl")
+def test_new_passwords_and_certificates_hold_from_their_writing_on(serve: Serve, tmp_path: Path, tls: dict[str, Any]) -> None:
+    file = write(tmp_path, tls_server_config=tls, basic_auth_users={"a": hashed("one")})
+    port = serve(metrics_web_config=file)
+    assert ask(port, trusting(tmp_path), "a:one")[0].status == 200
+    write(tmp_path, tls_server_config=tls, basic_auth_users={"a": hashed("two")})
+    assert ask(port, trusting(tmp_path), "a:one")[0].status == 401
+    assert ask(port, trusting(tmp_path), "a:two")[0].status == 200
+    before = trusting(tmp_path)
+    time.sleep(0.01)
+    make_certificate(tmp_path, "server")
+    assert ask(port, trusting(tmp_path), "a:two")[0].status == 200
+    with pytest.raises(ssl.SSLError):
+        ask(port, before, "a:two")
+    file.write_text("tls_server_config: [")
+    assert ask(port, trusting(tmp_path), "a:two")[0].status == 200, "what can't be read changes nothing"
+
+
+@needs("openssl")
+def test_clients_may_have_to_show_a_certificate(serve: Serve, tmp_path: Path, tls: dict[str, Any]) -> None:
+    make_certificate(tmp_path, "client")
+    asked = {"client_auth_type": "RequireAndVerifyClientCert", "client_ca_file": "client.crt", "min_version": "TLS13"}
+    port = serve(metrics_web_config=write(tmp_path, tls_server_config=tls | asked))
+    shown = trusting(tmp_path)
+    shown.load_cert_chain(tmp_path / "client.crt", tmp_path / "client.key")
+    assert ask(port, shown)[0].status == 200
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        ask(port, trusting(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics", "/healthz", "/readyz"])
+def test_head_is_answered_as_get_without_the_body(serve: Serve, path: str) -> None:
+    port = serve(metrics_plaintext=True)
+    got, _ = ask(port, None, path=path)
+    head, body = ask(port, None, path=path, method="HEAD")
+    assert (head.status, body) == (got.status, b"")
+    assert head.headers["content-type"] == got.headers["content-type"]
+
+
+def test_another_address_has_to_be_protected_or_meant(serve: Serve, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"http\.metrics_web_config.*http\.metrics_plaintext = true"):
+        serve()
+    with pytest.raises(StartError, match="no tls_server_config"):
+        serve(metrics_web_config=write(tmp_path, basic_auth_users={"a": hashed("b")}))
+    assert ask(serve(metrics_plaintext=True), None)[0].status == 200
+
+
+def test_loopback_may_have_passwords_without_tls(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listen, "is_loopback", lambda host: True)
+    port = serve(metrics_web_config=write(tmp_path, basic_auth_users={"a": hashed("b")}))
+    assert ask(port, None)[0].status == 401
+    assert ask(port, None, "a:b")[0].status == 421, "a listener on loopback answers to no other name"
+
+
+@pytest.mark.fault("connections without end from other hosts")
+@needs("openssl")
+def test_connections_that_say_nothing_leave_room_for_the_daemons_own(
+    serve: Serve, tmp_path: Path, tls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "MOST_REMOTE", 8)
+    port, context = serve(metrics_web_config=write(tmp_path, tls_server_config=tls)), trusting(tmp_path)
+    held = [socket.create_connection((ELSEWHERE, port), timeout=5.0) for _ in range(8)]
+    time.sleep(0.2)
+    for _ in range(3):
+        with socket.create_connection((ELSEWHERE, port), timeout=5.0) as more:
+            assert more.recv(1) == b"", "one too many is closed at once"
+    for one in held:
+        one.close()
+
+    def answers() -> bool:
+        try:
+            return ask(port, context)[0].status == 200
+        except OSError:
+            return False
+
+    wait_for(answers, "room for a new connection")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("tls_server_config: [", "isn't YAML"),
+        ("- 1", "valid dictionary"),
+        ("tls_config: {}", "tls_config: Extra inputs"),
+        ("tls_server_config: {cert_file: a}", r"tls_server_config\.key_file: Field required"),
+        ("tls_server_config: {cert_file: a, key_file: b, cipher_suites: [x]}", "cipher_suites: Extra inputs"),
+        ("tls_server_config: {cert_file: a, key_file: b, client_auth_type: RequireAnyClientCert}", "client_auth_type: Input"),
+        ("tls_server_config: {cert_file: a, key_file: b, client_auth_type: RequireAndVerifyClientCert}", "client_ca_file"),
+        ("tls_server_config: {cert_file: a, key_file: b}", "can't be used.*No such file"),
+        ("basic_auth_users: {me: secret}", "'me' isn't a bcrypt hash.*htpasswd"),
+    ],
+)
+def test_what_a_file_has_wrong_is_named(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "web.yml"
+    path.write_text(text)
+    with pytest.raises(StartError, match=why) as raised:
+        WebConfigFile(path)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"none\.yml can't be read: No such file"):
+        WebConfigFile(tmp_path / "none.yml")
