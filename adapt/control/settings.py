@@ -36,8 +36,8 @@ class ControllerSettings:
     step's time."""
     explore_share: float = 0.02
     """Share of the steps that explore, while other lengths are about as good. It is lower where nothing is drafted and drafts
-    would be far from worth it, and in small batches, which have trials of other lengths. With 0 the step-time model also stays
-    unready on an engine whose draft lengths never vary."""
+    would be far from worth it, and where whole batches try other lengths. With 0 the step-time model also stays unready
+    on an engine whose draft lengths never vary."""
     forgetting_rounds: float = 4000.0
     """Independent rounds after which an observation weighs 1/e while nothing changes: rounds of one request repeat each other.
     After a change, earlier observations count less."""

@@ -13,7 +13,7 @@ The requests' state is in `adapt.lengths.request_beliefs`. This table gives the 
                        explore         `explore_share` of the steps or less (`explore.alone_share`), and a quarter of the cold
                                        ones: a neighbour of the choice in the two rows above. Where the choice is close or has
                                        few data, some steps in a row draft instead of not drafting, or the reverse
-                                       (`explore.Trials`). In small batches some try other lengths (`explore.LengthTrials`).
+                                       (`explore.Trials`). Some try other lengths (`explore.LengthTrials`).
                        While drafters are compared, `compare_share` of the steps draft where a request would get no draft
 
 Where a policy wants equal lengths, all requests of a step get one allowed length: the table's, rounded down. Only K and an
@@ -252,7 +252,7 @@ class Decider:
             lengths, block, margin = self._best(request_ids, context_tokens, max(num_prefill_tokens, 0), policy, noted)
             count = len(lengths)
             is_trial = self._trials.is_on(chance, share, margin, count, block > 0)
-            has_trials = count <= MOST_EXPLORING and not policy.equal_lengths  # of lengths that are nearly as good
+            has_trials = not policy.equal_lengths  # of lengths that are nearly as good
             moved = lengths
             if block and not is_trial:
                 # The same draw, rescaled, given that the step neither explores alone nor belongs to the other trials.

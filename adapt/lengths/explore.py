@@ -36,8 +36,9 @@ _WORTH_A_LOOK = 1.03
 """Rate, as a multiple of the best, that a length of unknown price must reach at the lowest possible price."""
 _STARTING, MOST_STARTING = 1.5, 0.04
 """Trials begun per step that explores, and at most per step."""
-_PLANNED_STEPS, _PLANNED_TRIALS, _PLANNED_UNSEEN = 128, 4, 2
-"""A plan is for so many steps at most, and for so many trials; for fewer of a length of unknown price, which they show."""
+_PLANNED_STEPS, _PLANNED_TRIALS, _PLANNED_UNSEEN = 256, 8, 2
+"""A plan is for so many steps at most, and for so many trials; for fewer of a length of unknown price, which they show. It is
+made in one step of a hundred at most, so that it hardly counts among the slowest decisions."""
 
 
 def trial_share(explore_share: float, margin: float, num_seen: float = ENOUGH_STEPS) -> float:
@@ -183,8 +184,8 @@ class LengthTrials:
 
         Args:
             longest: as for `begin`, of the step that the options are for.
-            tries_near: not only lengths of unknown price are tried, but also those that are nearly as good. A large batch tries
-                these in a few of its requests, which costs less.
+            tries_near: not only lengths of unknown price are tried, but also those that are nearly as good. Some of a batch's
+                requests alone wouldn't show their price, where the drafter's pass goes as deep as the longest.
             options: by rising length, from 0 (which isn't tried) on, the one that would be done (moves 0) included.
         """
         best, candidates, unseen = max(option.rate for option in options), [(0.0, 0.0, 0)], list[tuple[float, float, int]]()

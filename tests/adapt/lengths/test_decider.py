@@ -240,8 +240,8 @@ def test_where_the_choice_is_even_the_other_side_is_tried_for_some_steps_in_a_ro
     assert share_and_spells(margin, 0.0) == (0.0, [])
 
 
-@pytest.mark.parametrize(("requests", "is_trying"), [(["a"], True), (["a", "b"], True), ([f"r{i}" for i in range(40)], False)])
-def test_lengths_that_are_nearly_as_good_are_tried_in_small_batches(requests, is_trying):
+@pytest.mark.parametrize("requests", [["a"], ["a", "b"]])
+def test_lengths_that_are_nearly_as_good_are_tried(requests):
     def tried(explore_share):
         decider = make_decider(make_policy(explore_share=explore_share))
         best = make_decider(make_policy()).decide(requests, 10, 0, 0.0).num_draft_tokens
@@ -250,9 +250,8 @@ def test_lengths_that_are_nearly_as_good_are_tried_in_small_batches(requests, is
         return sum(length >= TRIAL_STEPS for length in spells), {max(lengths) for lengths in decisions}
 
     num_trials, lengths = tried(0.02)
-    assert (num_trials > 20) == is_trying
-    if is_trying:
-        assert {2, 3, 4, 5} <= lengths
+    assert num_trials > 20
+    assert {2, 3, 4, 5} <= lengths
     assert tried(0.0)[0] == 0
 
 

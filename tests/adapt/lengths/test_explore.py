@@ -170,7 +170,7 @@ def test_other_batch_sizes_have_trials_of_their_own() -> None:
     assert [trials.go_on() for _ in range(TRIAL_STEPS + 1)] == [2] * TRIAL_STEPS + [0]
 
 
-def test_a_large_batch_only_tries_lengths_of_unknown_price() -> None:
+def test_where_only_lengths_of_unknown_price_are_tried_no_other_is() -> None:
     trials = LengthTrials()
     near = [Option(0, 3.0, 1.0, 1.0), Option(1, 4.0, 0.99, 1.0)]
     for _ in range(200):
@@ -185,13 +185,13 @@ def test_a_large_batch_only_tries_lengths_of_unknown_price() -> None:
 def test_a_plan_is_for_some_trials_and_steps_and_for_a_length_whatever_is_best_meanwhile() -> None:
     trials, found = LengthTrials(), options({0: (3.0, 1.0), 2: (5.0, 0.995)})
     trials.plan(1, 3, found, tries_near=True)
-    for longest, moves in ((3, 2), (4, 1), (7, -2), (5, 0)):
+    for longest, moves in ((3, 2), (4, 1), (7, -2), (5, 0)) * 2:
         assert trials.is_planned(1)
         trials.begin(0.0, 1, longest)
         assert [trials.go_on() for _ in range(TRIAL_STEPS + 1)] == [moves] * TRIAL_STEPS + [0]
     assert not trials.is_planned(1)
     trials.plan(1, 3, found, tries_near=True)
-    for _ in range(200):
+    for _ in range(300):
         trials.note(1, 3.0)
     assert not trials.is_planned(1)
 
