@@ -22,6 +22,17 @@ from honed.attach.engine.environment import AttachSettings, from_environment, un
 from honed.attach.events.step_log import Verified
 
 logger = logging.getLogger("honed.attach")
+vllms_logger = logging.getLogger("vllm.honed")
+"""vLLM shows what its own loggers say, and of others only warnings."""
+ABILITIES = {
+    "events": "events",
+    "draft_length": "draft lengths",
+    "estimates": "vLLM's own draft lengths",
+    "trees": "draft trees",
+    "capture": "capture",
+    "swap": "swaps",
+}
+"""Capabilities, as the log names them."""
 
 
 def make_scheduler(*args: Any, **kwargs: Any) -> Scheduler:
@@ -89,6 +100,9 @@ class _HonedScheduler:
             self._honed = Attachment(self, vllm_config, settings, findings)
         except Exception as error:
             logger.warning("honed: not attached: %s: %s", type(error).__name__, error)
+            return
+        what = ", ".join(words for name, words in ABILITIES.items() if name in findings.capabilities)
+        vllms_logger.info("honed: attached as %s, for %s; daemon: %s", settings.engine_id, what, settings.socket_endpoint)
 
     def add_request(self, request: Any) -> None:
         if self._honed is not None:

@@ -1,4 +1,7 @@
-"""Options of `honed` itself, given after the command: `honed status --socket S` is `honed --socket S status`."""
+"""The `honed` command as a whole: its help by sections, and its own options given after a command.
+
+`honed status --socket S` is `honed --socket S status`.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,28 @@ from typing import Any
 
 from typer.core import TyperGroup
 
+SECTIONS = {
+    "See": (
+        *("status", "top", "workloads", "engines", "drafters", "explain", "operations", "canary"),
+        *("marks", "events", "audit", "config"),
+    ),
+    "Change": ("recalibrate", "promote", "rollback", "verify", "cancel", "pause", "resume", "override", "purge"),
+    "Set up": ("doctor", "install", "uninstall", "vllm-args", "dashboards", "version"),
+    "Run": ("serve", "train"),
+    "Study": ("calibrate", "retention", "replay"),
+}
+"""The help's sections, and their commands in the order of use."""
+
 
 class GlobalOptionsGroup(TyperGroup):
     """Commands of an app whose own options may stand before or after a command's name."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands by section."""
+        for title, names in SECTIONS.items():
+            most = formatter.width - 6 - max(map(len, names))
+            with formatter.section(title):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(most)) for name in names])
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse with the app's own options moved first."""

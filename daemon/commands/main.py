@@ -34,7 +34,7 @@ from honed.daemon.client.terminal import (
 )
 from honed.daemon.client.visible import SafeConsole, abandon_output, prepare_streams, visible_document
 from honed.daemon.commands import calibrate as calibrate_command
-from honed.daemon.commands import changes, replay, top
+from honed.daemon.commands import changes, dashboards, replay, top
 from honed.daemon.commands import doctor as doctor_command
 from honed.daemon.commands import install as install_commands
 from honed.daemon.commands import retention as retention_command
@@ -49,7 +49,12 @@ from honed.daemon.views.findings import findings
 HELP = "Keeps a vLLM server's drafter up to date: logs, tunes, retrains and hot-swaps while it serves."
 
 app = typer.Typer(
-    cls=GlobalOptionsGroup, help=HELP, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
+    cls=GlobalOptionsGroup,
+    help=HELP,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 events = typer.Typer(help="Logged events.", no_args_is_help=True)
 app.add_typer(events, name="events")
@@ -62,8 +67,16 @@ for name, path, render, text in (
     ("config", "/v1/config", show_config.config, "The daemon's settings in force."),
 ):
     app.command(name, help=text)(listing(path, render))
-for module in (changes, calibrate_command, retention_command, replay, doctor_command, top, install_commands):
+for module in (changes, calibrate_command, retention_command, replay, doctor_command, top, install_commands, dashboards):
     module.register(app)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version as installed
+
+        typer.echo(f"honed {installed('honed')}")
+        raise typer.Exit
 
 
 @app.callback()
@@ -74,6 +87,9 @@ def options(
     url: Annotated[str, typer.Option(help="http://127.0.0.1:port instead of the socket.")] = "",
     token_file: Annotated[Path | None, typer.Option(help="File with the bearer token for --url.")] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 10.0,
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print honed's version and end.")
+    ] = False,
 ) -> None:
     """Options that select the daemon."""
     context.obj = Connection(config, socket, url, token_file, timeout)

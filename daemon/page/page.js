@@ -1,7 +1,6 @@
 // Fetches page.json every few seconds and shows it.
 
-const REFRESH_MS = 5000;
-const LATE_MS = 20000;
+const REFRESH_MS = 4000, TIMEOUT_MS = 8000, LATE_MS = 15000;
 
 function show() {
   const found = view.found;
@@ -11,11 +10,18 @@ function show() {
   document.body.dataset.shown = String(found.t);
 }
 
+/** Says how old the figures are. When the daemon is silent, a banner, the title and the figures' colour say so. */
 function tell() {
-  const age = Date.now() - view.at;
-  const late = view.error || age > LATE_MS;
-  by_id("updated").className = late ? "bad" : "";
-  by_id("updated").textContent = view.error ? `Not up to date: ${view.error}` : age < 1500 ? "Updated just now." : `Updated ${Math.round(age / 1000)} s ago.`;
+  if (document.hidden) return;
+  const age = Date.now() - view.at, is_gone = Boolean(view.error) || Date.now() - view.heard > LATE_MS;
+  const ago = `${seconds(age / 1000)} ago`;
+  by_id("updated").textContent = is_gone ? "Not up to date." : age < 1500 ? "Updated just now." : `Updated ${ago}.`;
+  by_id("updated").className = is_gone ? "bad" : "";
+  document.title = is_gone ? "✗ honed: no answer" : "honed";
+  document.body.classList.toggle("gone", is_gone);
+  by_id("gone").hidden = !is_gone;
+  const since = view.at ? `The figures below are of ${new Date(view.at).toLocaleTimeString("en-GB")}, ${ago}.` : "";
+  if (is_gone) by_id("gone-why").textContent = `honed doesn't answer: ${view.error || "nothing has come for a while"}. ${since}`;
 }
 
 /** True while the pointer is on a plot or a table is open: it must not be redrawn then. */
@@ -23,15 +29,18 @@ const is_in_use = () => document.querySelector(".chart:hover, details[open]:hove
 
 async function refresh() {
   const asked = view.window;
+  view.heard ||= Date.now();
   try {
-    const answer = await fetch(`page.json?window=${asked}`, { cache: "no-store" });
+    const answer = await fetch(`page.json?window=${asked}`, { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) })
+      .catch((error) => { throw new Error(error.name === "TimeoutError" ? "it is silent" : "nothing listens there"); });
     const found = await answer.json();
     if (!answer.ok) throw new Error(found.detail || `HTTP ${answer.status}`);
+    Object.assign(view, { heard: Date.now(), error: "" });
     if (asked !== view.window || (view.found && view.found.window === asked && is_in_use())) return;
-    Object.assign(view, { found, at: Date.now(), error: "" });
+    Object.assign(view, { found, at: Date.now() });
     show();
   } catch (error) {
-    view.error = error.message === "Failed to fetch" ? "the daemon doesn't answer" : error.message;
+    view.error = error.message;
   }
   tell();
 }

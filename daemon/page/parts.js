@@ -1,6 +1,6 @@
 // The parts of the page: each fills its section from the document of page.json.
 
-const view = { window: "1h", workload: "", engine: "", found: null, at: 0, error: "" };
+const view = { window: "1h", workload: "", engine: "", found: null, at: 0, heard: 0, error: "" };
 
 function show_state({ status, findings, engines, load }) {
   const lines = findings.length ? findings : [{ level: "fine", text: "All is well." }];

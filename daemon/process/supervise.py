@@ -14,6 +14,7 @@ import structlog
 
 from honed.daemon.process.notify import Heartbeat, Notifier
 from honed.daemon.service import Service
+from honed.daemon.settings.settings import Settings
 
 log = structlog.get_logger("honed.serve")
 
@@ -35,7 +36,7 @@ def supervise(
     """
     heart = Heartbeat(notifier)
     heart.beat("serving")
-    log.info("serving", runtime_dir=str(service.settings.paths.runtime_dir), pid=os.getpid())
+    log.info("serving", pid=os.getpid(), **_ways_in(service.settings))
     interval_s = min(notifier.watchdog_interval_s or CHECK_S, CHECK_S)
     code = EXIT_OK
     while not is_asked.wait(interval_s):
@@ -68,3 +69,13 @@ def what_it_does(service: Service) -> str:
     if service.store.is_failing:
         parts.append(f"the database refuses: {service.store.last_error}")
     return "serving; " + ", ".join(parts)
+
+
+def _ways_in(settings: Settings) -> dict[str, str]:
+    """Where the daemon is reached, for the log."""
+    http = settings.http
+    found = {"engine_socket": str(settings.paths.engine_socket), "admin_socket": str(settings.paths.admin_socket)}
+    if http.metrics_listen:
+        scheme = "http" if http.metrics_web_config is None else "https"
+        found |= {"page": f"{scheme}://{http.metrics_listen}/", "metrics": f"{scheme}://{http.metrics_listen}/metrics"}
+    return found | ({"admin_api": f"http://{http.admin_listen}"} if http.admin_listen else {})

@@ -32,15 +32,16 @@ class Query:
     legend: str = ""
     description: str = ""
 
-    def filled(self, interval: str) -> str:
-        """As Grafana sends it with "All" chosen everywhere."""
-        return fill(self.expr, interval)
+    def filled(self, interval: str, instance: str = ".*") -> str:
+        """As Grafana sends it with an instance chosen, or "All" everywhere."""
+        return fill(self.expr, interval, instance)
 
 
-def fill(expr: str, interval: str = "4s") -> str:
+def fill(expr: str, interval: str = "4s", instance: str = ".*") -> str:
     """The expression with variables filled in."""
+    expr = expr.replace("$instance", instance).replace("$host", re.sub(r":\d+$", "", instance))
     expr = expr.replace("$__rate_interval", interval).replace("$__range", "1h")
-    return re.sub(r"\$(job|instance|host|model_name|engine|workload)\b", ".*", expr)
+    return re.sub(r"\$(job|model_name|engine|workload)\b", ".*", expr)
 
 
 def board_of(path: Path) -> dict[str, Any]:

@@ -71,10 +71,14 @@ class Browser:
 
     def show(self, url: str, *, width: int, height: int, scheme: str, is_phone: bool) -> None:
         """Open a page on a screen of this size, for somebody who likes it "light" or "dark"."""
-        self.page("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=is_phone)
+        self.resize(width=width, height=height, is_phone=is_phone)
         self.page("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.events.clear()
         self.page("Page.navigate", url=url)
+
+    def resize(self, *, width: int, height: int, is_phone: bool) -> None:
+        """Give the page another screen."""
+        self.page("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=is_phone)
 
     def value(self, expression: str) -> Any:
         """What a JavaScript expression gives, as JSON can carry it. Raises BrowserError when it throws."""

@@ -22,7 +22,7 @@ from benchmarks.demo.figures import toml
 from benchmarks.server import vllm_server
 from benchmarks.server.client_load import Prompt, play, read_prompts
 from benchmarks.server.honed_side import caught_up, honed_command, start_daemon, vllm_args, wait_attached
-from benchmarks.server.processes import ROOT, Processes, free_port
+from benchmarks.server.processes import ROOT, Child, Processes, free_port
 from benchmarks.server.vllm_server import Server
 from honed.adapt.protocol.wire import GateFigures
 from honed.daemon.client.client import AdminClient
@@ -46,6 +46,10 @@ class Stack:
     traffic: Traffic
     page_url: str
     start_s: float
+    neighbour: Child
+    """The daemon of a second host, which has no engine."""
+    instances: tuple[str, str]
+    """As Prometheus names the two."""
 
     def wait_for(self, condition: Callable[[], Any], what: str, timeout_s: float = 120.0) -> Any:
         """Poll until a condition gives something true."""
@@ -175,6 +179,7 @@ def running(folder: Path, runtime_dir: Path) -> Iterator[Stack]:
     }
     config.write_text(toml(settings))
     start_s = time.time()
+    elsewhere = f"127.0.0.2:{free_port()}"
     plain = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     with Processes(folder / "logs") as processes, AdminClient(runtime_dir / "admin.sock") as client:
         _, environment = start_daemon(processes, config, client)
@@ -182,7 +187,8 @@ def running(folder: Path, runtime_dir: Path) -> Iterator[Stack]:
         developing = {"VLLM_SERVER_DEV_MODE": "1"}  # for `reload_target`
         server = vllm_server.start(processes, "vllm", extra=args["flags"], environment=args["environment"] | developing)
         alertmanager = Alertmanager(processes, folder / "alertmanager", plain)
-        targets = {"honed": listen, "vllm": f"127.0.0.1:{server.port}"}
+        neighbour = start_neighbour(processes, folder / "neighbour", elsewhere)
+        targets = {"honed": [listen, elsewhere], "vllm": [f"127.0.0.1:{server.port}"]}
         prometheus = Prometheus(processes, folder / "prometheus", plain, targets, alertmanager.address)
         vllm_server.wait(server)
         wait_attached(server.child, client)
@@ -190,7 +196,19 @@ def running(folder: Path, runtime_dir: Path) -> Iterator[Stack]:
         traffic = Traffic(server.url)
         traffic.start()
         try:
-            yield Stack(folder, client, server, prometheus, alertmanager, traffic, f"http://{listen}/", start_s)
+            page_url, instances = f"http://{listen}/", (listen, elsewhere)
+            yield Stack(folder, client, server, prometheus, alertmanager, traffic, page_url, start_s, neighbour, instances)
         finally:
             traffic.stop()
             (folder / "status.json").write_text(json.dumps(client.get("/v1/status"), indent=1))
+
+
+def start_neighbour(processes: Processes, folder: Path, listen: str) -> Child:
+    """Start the daemon of another host, at another address of this one."""
+    folder.mkdir()
+    config = folder / "honed.toml"
+    paths = {"state_dir": folder / "state", "runtime_dir": folder / "run"}
+    config.write_text(toml({"paths": paths, "http": {"metrics_listen": listen}}))
+    with AdminClient(folder / "run" / "admin.sock") as client:
+        daemon, _ = start_daemon(processes, config, client, "honed-serve-neighbour")
+    return daemon

@@ -31,6 +31,29 @@ def test_every_panel_has_data(stack: Stack) -> None:
     assert not empty
 
 
+def test_every_panel_shows_the_chosen_host_alone(stack: Stack) -> None:
+    here, there = stack.instances
+    for query in panel_queries():
+        end_s = time.time()
+        for instance, neighbour in ((here, there), (there, here)):
+            series = stack.prometheus.span(query.filled(INTERVAL, instance), stack.start_s, end_s)
+            found = {host_of(one["metric"]["instance"]) for one in series}
+            assert found <= {host_of(instance)}, (query.where, instance, neighbour)
+            assert found or instance == there, query.where
+
+
+def host_of(instance: str) -> str:
+    return instance.rpartition(":")[0]
+
+
+def test_no_recording_rule_mixes_hosts(stack: Stack) -> None:
+    known = {host_of(instance) for instance in stack.instances}
+    for rule in rules(RECORDING):
+        for one in stack.prometheus.span(rule["record"], stack.start_s, time.time()):
+            labels = one["metric"]
+            assert (labels.get("host") or host_of(labels["instance"])) in known, rule["record"]
+
+
 def test_every_annotation_has_marks(stack: Stack) -> None:
     empty = [
         query.where

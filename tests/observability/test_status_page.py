@@ -8,6 +8,8 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,72 @@ def test_a_hostile_name_stays_a_name(browser: Browser, stack: Stack) -> None:
     assert browser.value("document.title") == "honed"
     assert browser.value("document.querySelectorAll('main img, main script').length") == 0
     assert name in browser.value("document.querySelector('#workloads').textContent")
+
+
+NARROW = """
+(() => {
+  const found = [], probe = document.createElement("canvas").getContext("2d");
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode, text = node.textContent.trim(), host = node.parentElement;
+    if (!text || host.closest("script, style, noscript, .quiet, .skip, svg, [hidden], option, .scroll")) continue;
+    const range = document.createRange();
+    range.selectNodeContents(node);
+    const lines = new Set([...range.getClientRects()].map((rect) => Math.round(rect.top)));
+    probe.font = getComputedStyle(host).font;
+    const room = host.getBoundingClientRect().width, block = host.closest("p, li, dd, dt, div, section");
+    if (lines.size > 1 && block.getBoundingClientRect().width < probe.measureText("0".repeat(12)).width) found.push(text);
+    if (host.scrollWidth > host.clientWidth + 1 && host.clientWidth) found.push(`clipped: ${text}`);
+    if (room === 0) found.push(`invisible: ${text}`);
+  }
+  return found;
+})()
+"""
+"""Texts that wrap in less than twelve characters' width, or are cut off."""
+
+
+@pytest.mark.parametrize(("width", "scheme"), SCREENS)
+def test_no_text_is_cut_off_or_squeezed(browser: Browser, stack: Stack, width: int, scheme: str) -> None:
+    open_page(browser, stack, width, scheme)
+    assert browser.value(NARROW) == []
+    browser.value(
+        "view.found.findings = [{level: 'error', text: 'the database failed 12,345 times: check the disk'},"
+        "{level: 'warning', text: 'engine engine-0 is in fallback stale_policy: `honed status` names the reason'}]; show()"
+    )
+    assert browser.value(NARROW) == []
+    assert "All is well" not in browser.value("document.getElementById('findings').textContent")
+    save_picture(browser, f"status-sick-{width}-{scheme}.png")
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_daemon_that_ends_is_told_of_at_once_and_prometheus_names_its_host_alone(
+    browser: Browser, stack: Stack, width: int
+) -> None:
+    there = stack.instances[1]
+    if width == 1280:
+        browser.show(f"http://{there}/", width=width, height=900, scheme="light", is_phone=False)
+        browser.wait_for(SHOWN)
+        assert not browser.value("document.body.classList.contains('gone')")
+        os.kill(stack.neighbour.pid, signal.SIGTERM)
+        began_s = time.monotonic()
+        browser.wait_for("!document.getElementById('gone').hidden")
+        assert time.monotonic() - began_s < 5.0
+    else:
+        browser.resize(width=width, height=900, is_phone=True)
+    banner = browser.value("document.getElementById('gone').innerText")
+    assert re.search(r"doesn't answer: nothing listens there. The figures below are of \d\d:\d\d:\d\d", banner), banner
+    assert "vLLM goes on serving" in banner
+    assert browser.value("document.title") == "✗ honed: no answer"
+    assert float(browser.value("getComputedStyle(document.querySelector('main')).opacity")) < 0.6
+    assert browser.value("getComputedStyle(document.getElementById('findings')).display") == "none", "no OK beside an error"
+    assert browser.value("document.getElementById('gone').getBoundingClientRect().top") >= 0
+    assert browser.value(NARROW) == []
+    save_picture(browser, f"status-gone-{width}-light.png")
+
+    def down() -> list[str]:
+        return [one["labels"]["instance"] for one in stack.alertmanager.alerts() if one["labels"]["alertname"] == "HonedDown"]
+
+    assert stack.wait_for(down, "the alert") == [there]
 
 
 def save_picture(browser: Browser, name: str) -> None:

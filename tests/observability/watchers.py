@@ -56,15 +56,21 @@ class Prometheus:
     """Scrapes honed and vLLM every second and evaluates honed's rules as often."""
 
     def __init__(
-        self, processes: Processes, folder: Path, environment: Mapping[str, str], targets: Mapping[str, str], alertmanager: str
+        self,
+        processes: Processes,
+        folder: Path,
+        environment: Mapping[str, str],
+        targets: Mapping[str, list[str]],
+        alertmanager: str,
     ) -> None:
         folder.mkdir()
-        for path in (ALERTS, RECORDING):
-            shutil.copy(path, folder)
+        shutil.copy(RECORDING, folder)
+        # A daemon that is down is told of in two minutes; here in two seconds.
+        (folder / ALERTS.name).write_text(ALERTS.read_text().replace("for: 2m", "for: 2s", 1))
         config = {
             "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
             "scrape_configs": [
-                {"job_name": job, "static_configs": [{"targets": [address]}]} for job, address in targets.items()
+                {"job_name": job, "static_configs": [{"targets": addresses}]} for job, addresses in targets.items()
             ],
             "rule_files": [ALERTS.name, RECORDING.name],
             "alerting": {"alertmanagers": [{"static_configs": [{"targets": [alertmanager]}]}]},
@@ -89,9 +95,14 @@ class Prometheus:
 
     def during(self, expr: str, start_s: float, end_s: float, step_s: float = 2.0) -> int:
         """How many values that are numbers an expression has in a span, as Grafana asks for it."""
-        answer = get(f"{self.url}/api/v1/query_range", query=expr, start=start_s, end=end_s, step=step_s)
-        series = answer["data"]["result"]
+        series = self.span(expr, start_s, end_s, step_s)
         return sum(math.isfinite(float(value)) for one in series for _, value in one["values"])
+
+    def span(self, expr: str, start_s: float, end_s: float, step_s: float = 2.0) -> Series:
+        """The series of an expression in a span."""
+        answer = get(f"{self.url}/api/v1/query_range", query=expr, start=start_s, end=end_s, step=step_s)
+        found: Series = answer["data"]["result"]
+        return found
 
     def series(self, selector: str, start_s: float) -> list[dict[str, str]]:
         """Label sets, as Grafana's label_values() asks for them."""

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from honed.daemon.client import terminal
 from honed.daemon.commands import changes
-from honed.daemon.commands.global_options import moved
+from honed.daemon.commands.global_options import SECTIONS, moved
 from honed.daemon.commands.main import app
 from honed.daemon.commands.show import status as show
 from honed.daemon.process.serve import start
@@ -519,3 +519,18 @@ def test_the_service_is_found_by_users_without_a_daemon_of_their_own(tmp_path: P
     monkeypatch.setattr("honed.daemon.settings.sections.default_runtime_dir", lambda: Path("/nowhere/honed"))
     assert terminal.socket_of(PathSettings(runtime_dir=Path("/nowhere/honed"))) == tmp_path / "admin.sock"
     assert terminal.socket_of(PathSettings(runtime_dir=Path("/elsewhere"))) == Path("/elsewhere/admin.sock")
+
+
+def test_the_help_lists_every_command_in_one_section(run: Run) -> None:
+    listed = [name for names in SECTIONS.values() for name in names]
+    assert sorted(listed) == sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    shown = run("-h").stdout
+    assert shown == run("--help").stdout
+    for title, names in SECTIONS.items():
+        part = shown.split(f"\n{title}:\n")[1].split("\n\n")[0]
+        assert [line.split()[0] for line in part.splitlines() if line[2] != " "] == list(names)
+    assert "Show problems first" in run("status", "-h").stdout
+
+
+def test_the_version_in_one_line(run: Run) -> None:
+    assert re.fullmatch(r"honed \d+\.\d+\.\d+\n", run("--version").stdout)
