@@ -94,21 +94,30 @@ def curves(slots: Ints, requests: Records, workloads: Records, has_shift: bool, 
 
 
 @_compiled
-def learn(slots: Ints, drafted: Ints, accepted: Ints, requests: Records, on_failure: Floats, on_success: Floats) -> None:
+def learn(
+    slots: Ints, drafted: Ints, accepted: Ints, requests: Records, on_failure: Floats, on_success: Floats, ending: Ints
+) -> int:
     """Add rounds [N] to the requests' failures, successes and contexts, [S]; slot −1 is ignored.
 
     A round's own token is in the context since the round's decision (`expect`).
 
     Args:
         on_failure: addition for a failure after n accepted drafts, [W, K+1]; `on_success`: for the n accepted drafts.
+        ending: room for the requests that can take fewer than K drafts now, at least [N]: their places among the rounds.
+
+    Returns:
+        Number of these.
     """
-    most = on_failure.shape[1] - 1
+    most, num_ending = on_failure.shape[1] - 1, 0
     for i in range(len(slots)):
         slot, num_drafted = slots[i], min(max(drafted[i], 0), most)
         if slot < 0:
             continue
         request, num_accepted = requests[slot], min(max(accepted[i], 0), num_drafted)
         request["context"] += num_accepted
+        if request["end"] - request["context"] - 1 < most:
+            ending[num_ending] = i
+            num_ending += 1
         if num_drafted == 0:
             continue
         row = request["row"]
@@ -116,6 +125,7 @@ def learn(slots: Ints, drafted: Ints, accepted: Ints, requests: Records, on_fail
         root = math.exp(request["shift"] * HALF_STEP)
         request["failures"] = request["failures"] * REQUEST_DECAY + failed / root
         request["successes"] = request["successes"] * REQUEST_DECAY + on_success[row, num_accepted] * root
+    return num_ending
 
 
 @_compiled
@@ -146,19 +156,6 @@ def expect(
             num_lowered += ceiling == num_spec_tokens
         most_room, least_left = max(most_room, room), min(least_left, left)
     return num_lowered, most_room, least_left
-
-
-@_compiled
-def ending(slots: Ints, requests: Records, most: int) -> tuple[Ints, Ints]:
-    """Which of the requests can take fewer drafts than `most`, by place in the batch, and how many each can take."""
-    at, left, count = np.empty(len(slots), np.int64), np.empty(len(slots), np.int64), 0
-    for i in range(len(slots)):
-        request = requests[slots[i]]
-        room = max(request["end"] - request["context"] - 1, 0)
-        if room < most:
-            at[count], left[count] = i, room
-            count += 1
-    return at[:count], left[:count]
 
 
 @_compiled
@@ -523,9 +520,8 @@ def prepare() -> None:
     curves(slots, requests, workloads, True, table)
     with_kinds(seconds, slots, table, 1, 2, parameters, 0)
     search(table, parts, slots, slots, parameters, seconds, captured, 0, 1, False, (1.0, NO_PREVIOUS, 0.0))
-    learn(slots, slots, slots, requests, table, table)
+    learn(slots, slots, slots, requests, table, table, slots)
     expect(slots, slots, 0, 1, requests, 1, True)
-    ending(slots, requests, 1)
     decide(
         slots,
         slots,

@@ -53,13 +53,15 @@ class RequestBeliefs:
         self.num_ceilings = 0
         """Requests with a ceiling below K."""
         size = max(int(max_num_seqs), 1)
-        self.most_room = self.least_left = _NO_END
+        self.most_room = self._least_left = _NO_END
         """Most drafts that any request of the last batch can take in its next round, at most its ceiling; and the fewest tokens
         that one of them has left beside the next round's own."""
-        self._expected: Ints = _NOTHING_NOTED
-        """Slots of the last batch that was decided for."""
+        self._ending: list[tuple[str, int]] = []
+        """Requests that can take fewer than K drafts since the last rounds, and how many."""
         self._sure_steps = 0
         """Steps of this batch in which none of its requests can come near its end."""
+        self._missed_steps = 0
+        """Steps since that was known, in which each of them got a token beside its accepted drafts."""
         self._tables, self._num_priced = tables, 0
         self._arguments: tuple[object, ...] = ()
         """Arguments of `compiled.decide` that hold for every step under one policy."""
@@ -82,6 +84,8 @@ class RequestBeliefs:
         self.context: Ints = known["context"]
         self._lengths: Ints = np.zeros(len(known), dtype=np.int64)
         """Buffer for the draft lengths of all."""
+        self._ending_at: Ints = np.zeros(len(known), dtype=np.int64)
+        """Buffer for `compiled.learn`."""
         self._num_priced = 0
 
     def use(self, tables: PolicyTables) -> None:
@@ -142,7 +146,10 @@ class RequestBeliefs:
         if features is not None:
             self._note_features(slots.tolist(), features)
         tables, columns = self._tables, (np.frombuffer(one, np.int64) for one in (slots, drafted, accepted))
-        compiled.learn(*columns, self.known, tables.on_failure, tables.on_success)
+        if len(slots) > len(self._ending_at):  # a request occurs twice
+            self._ending_at = np.zeros(len(slots), dtype=np.int64)
+        num_ending = compiled.learn(*columns, self.known, tables.on_failure, tables.on_success, self._ending_at)
+        self._ending = [self._room_of(request_ids[i], slots[i]) for i in self._ending_at[:num_ending].tolist()]
 
     def _note_features(self, slots: list[int], features: Sequence[float]) -> None:
         shown, num_shown = self.known["shown"], self.known["num_shown"]
@@ -155,6 +162,7 @@ class RequestBeliefs:
         """Note the length of a request's context, and the one at which it ends at the latest; an unknown request is fine."""
         slot = self.slot_of.get(request_id, -1)
         if slot >= 0:
+            self._catch_up()
             self._sure_steps = 0
             most, limit = self.num_spec_tokens, int(self._limit[slot])
             self.num_ceilings += (limit < most) - (int(self.ceiling[slot]) < most)
@@ -175,23 +183,34 @@ class RequestBeliefs:
         No ceiling stays above what the request can still take, unless all requests of a step get the same length.
 
         Args:
-            may_wait: nobody needs the contexts. Where all are given each time, they are noted only when a request may be near
-                its end: that saves a small batch a fifth of the step's cost.
+            may_wait: nobody needs the contexts, so all this is done only when a request may be near its end.
         """
-        may_wait = may_wait and every == 1 and contexts is not None
         if may_wait and self._sure_steps and not self._left and request_ids == self._last_ids:
             self._sure_steps -= 1
+            self._missed_steps += 1
+            self._ending = []
             return
         compiled = self._compiled or self._load()
         noted = _NOTHING_NOTED if contexts is None else np.array(contexts, dtype=np.int64)
-        slots = self._expected = self.slots_of(request_ids)
+        self._catch_up()
+        slots = self.slots_of(request_ids)
         self._take(compiled.expect(slots, noted, first, every, self.known, self.num_spec_tokens, are_equal))
-        most = self.num_spec_tokens + 1
-        self._sure_steps = max(self.least_left // most - 3, 0) if may_wait else 0
+        self._sure_steps = max(self._least_left // (self.num_spec_tokens + 1) - 3, 0) if may_wait else 0
+
+    def _catch_up(self) -> None:
+        """Count the tokens of steps in which that was put off."""
+        if self._missed_steps:
+            self.context[np.frombuffer(self._last_slots, np.int64)] += self._missed_steps
+            self._missed_steps = 0
 
     def _take(self, expected: tuple[int, int, int]) -> None:
-        num_lowered, self.most_room, self.least_left = expected
+        num_lowered, self.most_room, self._least_left = expected
         self.num_ceilings += num_lowered
+        self._ending = []
+
+    def _room_of(self, request_id: str, slot: int) -> tuple[str, int]:
+        request = self.known[slot]
+        return request_id, max(int(request["end"] - request["context"]) - 1, 0)
 
     def overlong(self, request_ids: Sequence[str], lengths: Sequence[int]) -> list[tuple[str, int]]:
         """Find the requests of the last batch that can't take these draft lengths any more, now that more rounds are known.
@@ -199,14 +218,10 @@ class RequestBeliefs:
         Returns:
             them, with the most drafts that each can take; some may be over.
         """
-        if self.least_left >= 2 * self.num_spec_tokens:
+        if not self._ending:
             return []
-        slots = self._expected  # one that was taken by a new request since has no end yet
-        if len(slots) != len(lengths):
-            return []
-        at, left = (self._compiled or self._load()).ending(slots, self.known, self.num_spec_tokens)
-        found = zip(at.tolist(), left.tolist(), strict=True)
-        return [(request_ids[i], room) for i, room in found if room < lengths[i]]
+        length_of = dict(zip(request_ids, lengths, strict=True)).get
+        return [(request_id, room) for request_id, room in self._ending if room < length_of(request_id, 0)]
 
     def noted_tokens(self, request_ids: Sequence[str]) -> int:
         """Sum of a batch's contexts as last noted."""
@@ -234,7 +249,8 @@ class RequestBeliefs:
             are_contexts_known: whether the noted contexts predict acceptance.
         """
         compiled = self._compiled or self._load()
-        slots = self._expected = self.slots_of(request_ids)
+        self._catch_up()
+        slots = self.slots_of(request_ids)
         count = len(slots)
         most_tokens = count * (self.num_spec_tokens + 1) + num_prefill_tokens
         if most_tokens >= self._num_priced:
