@@ -80,7 +80,7 @@ class RemoteListener(socket.socket):
 
     def accept(self) -> tuple[socket.socket, Any]:
         connection, address = super().accept()
-        if len(self._open) >= MOST_REMOTE:
+        if sum(one.fileno() >= 0 for one in self._open) >= MOST_REMOTE:  # closed ones may wait for garbage collection
             connection.close()
             raise ConnectionAbortedError("too many connections")
         self._open.add(connection)

@@ -6,6 +6,7 @@ No listener here leaves this machine: one of its own addresses passes for anothe
 from __future__ import annotations
 
 import base64
+import gc
 import socket
 import ssl
 import subprocess
@@ -77,6 +78,14 @@ def serve(service: Service, folder: Path, monkeypatch: pytest.MonkeyPatch) -> It
     yield start
     for server in started:
         server.stop()
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """What was closed counts no longer, whether or not its remains were collected."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def trusting(folder: Path, name: str = "server") -> ssl.SSLContext:
@@ -173,7 +182,7 @@ def test_loopback_may_have_passwords_without_tls(serve: Serve, tmp_path: Path, m
 @pytest.mark.fault("connections without end from other hosts")
 @needs("openssl")
 def test_connections_that_say_nothing_leave_room_for_the_daemons_own(
-    serve: Serve, tmp_path: Path, tls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    serve: Serve, tmp_path: Path, tls: dict[str, Any], monkeypatch: pytest.MonkeyPatch, no_collection: None
 ) -> None:
     monkeypatch.setattr(http_server, "MOST_REMOTE", 8)
     port, context = serve(metrics_web_config=write(tmp_path, tls_server_config=tls)), trusting(tmp_path)
