@@ -10,7 +10,6 @@ import typer
 
 from honed.daemon.client.terminal import JsonFlag, fail, print_json, say
 
-
 SUFFIXES = (".json", ".yml")
 
 
