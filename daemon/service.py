@@ -115,6 +115,8 @@ class Service:
         self.version = installed_version("honed")
         self.runtime_filesystem = filesystem_of(settings.paths.runtime_dir)
         self._stop = threading.Event()
+        self.is_ending = threading.Event()
+        """Set before the HTTP listeners stop: endless answers end."""
         self._next_tick_s = 0.0
         self._ticker = threading.Thread(target=self._run, name="honed-ticker", daemon=True)
         self.last_tick_s = monotonic()

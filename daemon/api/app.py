@@ -56,7 +56,7 @@ def make_app(service: Service, tokens: Tokens | None = None) -> FastAPI:
     changing = APIRouter(dependencies=[needs("admin"), known])
     add_health(reading, service)
     add_reading(reading, service)
-    add_follow(reading, service.store)
+    add_follow(reading, service.store, service.is_ending)
     add_changes(changing, service)
     app.include_router(reading)
     app.include_router(changing)

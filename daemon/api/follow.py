@@ -38,8 +38,8 @@ class EventStreamResponse(StreamingResponse):
     media_type = "text/event-stream"
 
 
-def add_follow(router: APIRouter, store: Store) -> None:
-    """Add the stream."""
+def add_follow(router: APIRouter, store: Store, is_ending: threading.Event) -> None:
+    """Add the stream, which ends when `is_ending` is set."""
     open_streams = threading.Semaphore(MOST_STREAMS)
 
     @router.get("/v1/marks:follow", response_class=EventStreamResponse)
@@ -50,7 +50,7 @@ def add_follow(router: APIRouter, store: Store) -> None:
         start = after if after >= 0 else newest(store)
         if not open_streams.acquire(blocking=False):
             raise ConflictError(f"{MOST_STREAMS} clients follow already", cure="End one of them.")
-        return EventStreamResponse(marks(store, start, open_streams), headers={"cache-control": "no-store"})
+        return EventStreamResponse(marks(store, start, open_streams, is_ending), headers={"cache-control": "no-store"})
 
 
 def newest(store: Store) -> int:
@@ -58,12 +58,14 @@ def newest(store: Store) -> int:
     return int(store.read("SELECT coalesce(max(id), 0) AS id FROM marks")[0]["id"])
 
 
-async def marks(store: Store, after: int, open_streams: threading.Semaphore) -> AsyncIterator[bytes]:
-    """The body: marks after `after`, while the client listens."""
+async def marks(
+    store: Store, after: int, open_streams: threading.Semaphore, is_ending: threading.Event
+) -> AsyncIterator[bytes]:
+    """The body: marks after `after`, while the client listens and the daemon runs."""
     try:
         yield b": honed\n\n"
         silent_s = 0.0
-        while True:
+        while not is_ending.is_set():
             rows = await run_in_threadpool(
                 store.read,
                 "SELECT id, t, kind, text, engine_id FROM marks WHERE id > ? ORDER BY id LIMIT ?",

@@ -142,6 +142,7 @@ class HttpServer:
 
     def stop(self) -> None:
         """Finish running requests, close the listeners, remove the socket's file."""
+        self._service.is_ending.set()
         for server, _ in self._running:
             server.should_exit = True
         for _, thread in self._running:

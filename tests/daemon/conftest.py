@@ -117,6 +117,8 @@ class DaemonProcess:
     """`python -m honed.daemon.process.serve` over one state folder, started and ended as often as wanted."""
 
     def __init__(self, folder: Path, **env: str) -> None:
+        self.said = ""
+        """What it wrote to stderr, once it has ended."""
         self.state_dir, self.runtime_dir = folder / "state", folder / "run"
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("HONED_")},
@@ -167,6 +169,7 @@ class DaemonProcess:
         self.process.send_signal(number)
         code = self.process.wait(60)
         assert self.process.stderr is not None
+        self.said = self.process.stderr.read()
         self.process.stderr.close()
         self.process = None
         return code

@@ -119,6 +119,7 @@ def test_a_daemon_that_stops_ends_its_streams(daemon: DaemonProcess) -> None:
     follower = Follower(daemon, after=0)
     follower.wait(override(daemon))
     assert daemon.end(signal.SIGTERM) == 0
+    assert "Traceback" not in daemon.said
     follower.thread.join(10)
     assert not follower.thread.is_alive()
     assert follower.ended_with is None or isinstance(follower.ended_with, Unreachable)
