@@ -9,6 +9,12 @@ const number = (value, digits) =>
     : value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 const count = (value) => number(value, 0);
 const percent = (value, digits = 1) => (value === null || value === undefined ? NONE : `${number(100 * value, digits)} %`);
+/** An e-value by its log10, as odds. */
+const odds = (log10) => {
+  if (log10 === null || log10 === undefined) return NONE;
+  const times = 10 ** Math.min(Math.abs(log10), 6), shown = `${Math.abs(log10) > 6 ? "over " : ""}${number(times, times < 9.95 ? 1 : 0)}`;
+  return log10 < 0 ? `1 : ${shown}` : `${shown} : 1`;
+};
 const seconds = (value) => {
   if (value === null || value === undefined) return NONE;
   if (value < 1) return `${number(1000 * value, 1)} ms`;

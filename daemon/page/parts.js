@@ -161,16 +161,16 @@ function show_versions({ versions, trial, t }) {
   host.replaceChildren();
   if (!trial) return;
   const all = "all traffic";
-  host.append(make("p", "", `${trial.new} is on trial against ${trial.old}; now serving: ${trial.serving}. Evidence is in powers of ten.`));
+  host.append(make("p", "", `${trial.new} is on trial against ${trial.old}; now serving: ${trial.serving}.`));
   const list = make("dl", "facts");
   for (const one of trial.workloads) {
-    for (const [what, says] of [["against", "worse"], ["for", "better"]]) {
+    for (const says of ["worse", "better"]) {
       const value = one[`evidence_${says}`], bar = one[`bar_${says}`], meter = make("meter", "");
       Object.assign(meter, { min: 0, max: bar, value: Math.max(0, Math.min(bar, value)) });
-      meter.setAttribute("aria-label", `evidence ${what} it on ${one.workload || all}`);
-      const cell = figure(`evidence_${says}`, `${number(value, 2)} of ${number(bar, 1)}`);
+      meter.setAttribute("aria-label", `evidence that it is ${says} on ${one.workload || all}`);
+      const cell = figure(`evidence_${says}`, `${odds(value)}; decides at ${odds(bar)}`);
       cell.append(meter);
-      list.append(make("dt", "", `${one.workload || all}, ${what} it`), cell);
+      list.append(make("dt", "", `${one.workload || all}: it is ${says}`), cell);
     }
   }
   host.append(list, make("p", "note", `${count(trial.rounds)} of at most ${count(trial.max_rounds)} rounds. ${trial.text}`));

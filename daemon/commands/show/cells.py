@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 NOTHING = "–"
+MOST_ODDS = 6
+"""Powers of ten beyond which odds are no longer written out."""
 
 
 PROSE = frozenset(
@@ -93,6 +95,17 @@ def percent(value: Any) -> str:
 def micros(value: Any) -> str:
     """Microseconds."""
     return f"{value:.0f} µs" if isinstance(value, int | float) else NOTHING
+
+
+def odds(log10: float | None) -> str:
+    """An e-value by its log₁₀, as odds: how many times likelier it makes what it speaks for."""
+    if log10 is None:
+        return NOTHING
+    if abs(log10) > MOST_ODDS:
+        return f"over 10^{MOST_ODDS} : 1" if log10 > 0 else f"1 : over 10^{MOST_ODDS}"
+    times = 10.0 ** abs(log10)
+    shown = f"{times:,.1f}" if times < 9.95 else f"{times:,.0f}"
+    return f"{shown} : 1" if log10 >= 0 else f"1 : {shown}"
 
 
 def seconds(value: Any) -> str:

@@ -185,9 +185,9 @@ def canary_line(trial: Document) -> str:
     """A running trial in one line."""
     versions = f"{cells.text(trial.get('new'))} against {cells.text(trial.get('old'))}"
     found = f"{100 * (trial.get('change') or 0.0):+.1f} % accepted"
-    worse, better = (cells.number(trial.get(f"evidence_{says}"), 1) for says in ("worse", "better"))
+    worse, better = (cells.odds(trial.get(f"evidence_{says}")) for says in ("worse", "better"))
     rounds = f"{cells.count(trial.get('rounds'))} of at most {cells.count(trial.get('max_rounds'))} rounds"
-    return f"{versions}, {rounds}: {found}, evidence 10^{worse} against, 10^{better} for it"
+    return f"{versions}, {rounds}: {found}, {worse} that it is worse, {better} that it is better"
 
 
 def canaries(rows: Sequence[Document]) -> RenderableType:
@@ -212,7 +212,7 @@ def canaries(rows: Sequence[Document]) -> RenderableType:
 
 def canary(document: Document) -> RenderableType:
     """One trial with its evidence over time, about 40 lines at most."""
-    table = Rows.of("when", "pairs", "rounds", "workload", "log10 e against", "log10 e for", "change")
+    table = Rows.of("when", "pairs", "rounds", "workload", "worse", "better", "change")
     points = document.get("points") or []
     every = max(1, -(-len(points) // 40))
     for p in points[::-1][::every][::-1]:
@@ -221,8 +221,8 @@ def canary(document: Document) -> RenderableType:
             cells.count(p.get("pairs")),
             cells.count(p.get("rounds")),
             cells.text(p.get("workload") or "all"),
-            cells.number(p.get("evidence_worse"), 2),
-            cells.number(p.get("evidence_better"), 2),
+            cells.odds(p.get("evidence_worse")),
+            cells.odds(p.get("evidence_better")),
             f"{100 * (p.get('change') or 0.0):+.1f} %",
         )
     return Group(canaries([document]), table)

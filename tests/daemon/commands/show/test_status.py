@@ -273,7 +273,18 @@ TRIAL: dict[str, Any] = {
 
 def test_a_trial_that_is_under_way_is_on_the_first_screen() -> None:
     text = text_of(show.status(changed(canary=TRIAL)))
-    assert "v0002-b against v0001-a, 1,280 of at most 20,000 rounds: -12.0 % accepted, evidence 10^1.4 against" in text
+    assert (
+        "v0002-b against v0001-a, 1,280 of at most 20,000 rounds: -12.0 % accepted, 25 : 1 that it is worse, 1 : 1,000 that"
+        in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("log10", "shown"),
+    [(2.1, "126 : 1"), (0.2, "1.6 : 1"), (0.0, "1.0 : 1"), (-3.0, "1 : 1,000"), (9.0, "over 10^6 : 1"), (None, cells.NOTHING)],
+)
+def test_evidence_is_shown_as_odds(log10: float | None, shown: str) -> None:
+    assert cells.odds(log10) == shown
 
 
 def test_trials_and_their_evidence_over_time() -> None:
