@@ -127,7 +127,9 @@ def commands(page: str, heading: str) -> list[str]:
     text = (DOCS / page).read_text()
     part = text[text.index(heading) :].split("\n## ")[0]
     blocks = re.findall(r"^```sh\n(.*?)^```$", part, re.MULTILINE | re.DOTALL)
-    return [line for block in blocks for line in block.splitlines()]
+    found = [line for block in blocks for line in block.splitlines()]
+    assert found, f"{page} has no commands below {heading!r}"
+    return found
 
 
 def follow(machine: Machine, line: str) -> None:
@@ -214,7 +216,7 @@ def test_a_recalibration_over_the_admin_api_is_trained_judged_tried_out_and_swap
 
 
 def test_over_tcp_a_token_is_needed_and_the_reading_one_only_reads(machine: Machine) -> None:
-    for line in commands("security.md", "## Who may do what"):  # makes a new admin token and uses it
+    for line in commands("security.md", "## The admin API over TCP"):  # makes a new admin token and uses it
         follow(machine, line)
         if line.startswith("systemctl restart"):
             wait_serving(machine)
