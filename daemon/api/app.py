@@ -25,6 +25,7 @@ from honed.daemon.lifecycle.sharing import without_credentials
 from honed.daemon.metrics.render import CONTENT_TYPE, render
 from honed.daemon.page.page import add_page
 from honed.daemon.service import Service
+from honed.daemon.settings.listen import check_address
 from honed.daemon.settings.web_config import WebConfigFile
 from honed.daemon.store import canary_tables
 from honed.daemon.views import views
@@ -62,7 +63,7 @@ def make_app(service: Service, tokens: Tokens | None = None) -> FastAPI:
     app.include_router(changing)
     finish(app, service.requests, other_routes="`/openapi.json` describes all routes.")
     bucket = TokenBucket(settings.mutations_per_minute, service.monotonic)
-    hosts = LOCAL_HOSTS if tokens is not None else frozenset[str]()
+    hosts = _names_of(settings.admin_listen) if tokens is not None else frozenset[str]()
     app.add_middleware(Limits, max_body_bytes=MAX_BODY_BYTES, bucket=bucket, hosts=hosts)
 
     # The last added runs first, so unauthenticated requests use up no rate.
@@ -90,10 +91,17 @@ def make_read_only_app(service: Service, web_config: WebConfigFile | None = None
         f"The admin API is on the unix socket {socket}: leave --url out, or give --socket.",
     )
     app.add_middleware(HeadAsGet)
-    app.add_middleware(Limits, max_body_bytes=1024, hosts=frozenset() if is_remote else LOCAL_HOSTS)
+    app.add_middleware(
+        Limits, max_body_bytes=1024, hosts=frozenset() if is_remote else _names_of(service.settings.http.metrics_listen)
+    )
     if web_config is not None:
         app.add_middleware(Passwords, file=web_config, on_refused=partial(_count_stranger, service))
     return app
+
+
+def _names_of(address: str) -> frozenset[str]:
+    """Names that a listener on loopback answers to."""
+    return LOCAL_HOSTS | {check_address(address)[0]} if address else LOCAL_HOSTS
 
 
 def _count_stranger(service: Service, method: str) -> None:

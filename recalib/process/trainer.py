@@ -218,7 +218,7 @@ class Trainer:
             return self._settings.tick_s
         if not self._operation.needs_device or self._yielding.is_paused:
             return self._settings.tick_s
-        return min(self._yielding.wait_s(), self._settings.tick_s)
+        return self._yielding.wait_s(self._settings.tick_s)
 
     # --- reports ------------------------------------------------------------------------------------------------------
 

@@ -96,9 +96,9 @@ class Yielding:
             elif self.busy.is_busy():
                 self._yielded()
 
-    def wait_s(self) -> float:
-        """Time until it is worth asking again whether a unit may begin; 0: at once."""
-        return self._busy_wait_s() if self.busy.is_busy() else self._rest_s()
+    def wait_s(self, most_s: float) -> float:
+        """Time until it is worth asking again whether a unit may begin; at most `most_s` where no engine has work."""
+        return self._busy_wait_s() if self.busy.is_busy() else min(self._rest_s(), most_s)
 
     def worked_lately(self) -> bool:
         """Return whether training has run beside requests in the last seconds."""
