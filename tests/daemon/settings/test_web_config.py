@@ -69,7 +69,8 @@ def serve(service: Service, folder: Path, monkeypatch: pytest.MonkeyPatch) -> It
     def start(**http: Any) -> int:
         flags = flags_in(folder)
         flags["http"] = {"metrics_listen": f"{ELSEWHERE}:0"} | http
-        server = HttpServer(service, load(None, flags, env={}))
+        service.settings = load(None, flags, env={})
+        server = HttpServer(service, service.settings)
         server.bind()
         server.start()
         started.append(server)
