@@ -150,15 +150,14 @@ NARROW = """
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const node = walker.currentNode, text = node.textContent.trim(), host = node.parentElement;
-    if (!text || host.closest("script, style, noscript, .quiet, .skip, svg, [hidden], option, .scroll")) continue;
+    if (!text || !host.getClientRects().length || host.closest("script, noscript, .quiet, .skip, svg, option, .scroll")) continue;
     const range = document.createRange();
     range.selectNodeContents(node);
     const lines = new Set([...range.getClientRects()].map((rect) => Math.round(rect.top)));
     probe.font = getComputedStyle(host).font;
-    const room = host.getBoundingClientRect().width, block = host.closest("p, li, dd, dt, div, section");
+    const block = host.closest("p, li, dd, dt, div, section");
     if (lines.size > 1 && block.getBoundingClientRect().width < probe.measureText("0".repeat(12)).width) found.push(text);
     if (host.scrollWidth > host.clientWidth + 1 && host.clientWidth) found.push(`clipped: ${text}`);
-    if (room === 0) found.push(`invisible: ${text}`);
   }
   return found;
 })()
