@@ -21,7 +21,9 @@ function tell() {
   document.body.classList.toggle("gone", is_gone);
   by_id("gone").hidden = !is_gone;
   const since = view.at ? `The figures below are of ${new Date(view.at).toLocaleTimeString("en-GB")}, ${ago}.` : "";
-  if (is_gone) by_id("gone-why").textContent = `honed doesn't answer: ${view.error || "nothing has come for a while"}. ${since}`;
+  if (!is_gone) return;
+  by_id("gone-why").textContent = `honed doesn't answer: ${view.error || "nothing has come for a while"}. ${since}`;
+  if (view.found) by_id("about").textContent = `${view.found.status.version}, no answer`;
 }
 
 /** True while the pointer is on a plot or a table is open: it must not be redrawn then. */

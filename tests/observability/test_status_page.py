@@ -150,7 +150,8 @@ NARROW = """
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const node = walker.currentNode, text = node.textContent.trim(), host = node.parentElement;
-    if (!text || !host.getClientRects().length || host.closest("script, noscript, .quiet, .skip, svg, option, .scroll")) continue;
+    if (!text || !host.getClientRects().length) continue;
+    if (host.closest("script, noscript, .quiet, .skip, svg, option, .scroll")) continue;
     const range = document.createRange();
     range.selectNodeContents(node);
     const lines = new Set([...range.getClientRects()].map((rect) => Math.round(rect.top)));
@@ -196,6 +197,7 @@ def test_a_daemon_that_ends_is_told_of_at_once_and_prometheus_names_its_host_alo
     banner = browser.value("document.getElementById('gone').innerText")
     assert re.search(r"doesn't answer: nothing listens there. The figures below are of \d\d:\d\d:\d\d", banner), banner
     assert "vLLM goes on serving" in banner
+    assert browser.value("document.getElementById('about').textContent").endswith("no answer"), "no ok beside an error"
     assert browser.value("document.title") == "✗ honed: no answer"
     assert float(browser.value("getComputedStyle(document.querySelector('main')).opacity")) < 0.6
     assert browser.value("getComputedStyle(document.getElementById('findings')).display") == "none", "no OK beside an error"
