@@ -103,7 +103,8 @@ def learn(
 
     Args:
         on_failure: addition for a failure after n accepted drafts, [W, K+1]; `on_success`: for the n accepted drafts.
-        ending: room for the requests that can take fewer than K drafts now, at least [N]: their places among the rounds.
+        ending: space for the requests that can take fewer than K drafts now, at least [2, N]: their places among the rounds,
+            and how many each can take.
 
     Returns:
         Number of these.
@@ -115,8 +116,9 @@ def learn(
             continue
         request, num_accepted = requests[slot], min(max(accepted[i], 0), num_drafted)
         request["context"] += num_accepted
-        if request["end"] - request["context"] - 1 < most:
-            ending[num_ending] = i
+        room = request["end"] - request["context"] - 1
+        if room < most:
+            ending[0, num_ending], ending[1, num_ending] = i, max(room, 0)
             num_ending += 1
         if num_drafted == 0:
             continue
@@ -520,7 +522,7 @@ def prepare() -> None:
     curves(slots, requests, workloads, True, table)
     with_kinds(seconds, slots, table, 1, 2, parameters, 0)
     search(table, parts, slots, slots, parameters, seconds, captured, 0, 1, False, (1.0, NO_PREVIOUS, 0.0))
-    learn(slots, slots, slots, requests, table, table, slots)
+    learn(slots, slots, slots, requests, table, table, np.zeros((2, 1), np.int64))
     expect(slots, slots, 0, 1, requests, 1, True)
     decide(
         slots,

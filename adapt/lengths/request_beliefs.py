@@ -84,7 +84,7 @@ class RequestBeliefs:
         self.context: Ints = known["context"]
         self._lengths: Ints = np.zeros(len(known), dtype=np.int64)
         """Buffer for the draft lengths of all."""
-        self._ending_at: Ints = np.zeros(len(known), dtype=np.int64)
+        self._ending_at: Ints = np.zeros((2, len(known)), dtype=np.int64)
         """Buffer for `compiled.learn`."""
         self._num_priced = 0
 
@@ -146,10 +146,13 @@ class RequestBeliefs:
         if features is not None:
             self._note_features(slots.tolist(), features)
         tables, columns = self._tables, (np.frombuffer(one, np.int64) for one in (slots, drafted, accepted))
-        if len(slots) > len(self._ending_at):  # a request occurs twice
-            self._ending_at = np.zeros(len(slots), dtype=np.int64)
+        if len(slots) > self._ending_at.shape[1]:  # a request occurs twice
+            self._ending_at = np.zeros((2, len(slots)), dtype=np.int64)
         num_ending = compiled.learn(*columns, self.known, tables.on_failure, tables.on_success, self._ending_at)
-        self._ending = [self._room_of(request_ids[i], slots[i]) for i in self._ending_at[:num_ending].tolist()]
+        self._ending = []
+        if num_ending:
+            places, rooms = self._ending_at[:, :num_ending].tolist()
+            self._ending = [(request_ids[i], room) for i, room in zip(places, rooms, strict=True)]
 
     def _note_features(self, slots: list[int], features: Sequence[float]) -> None:
         shown, num_shown = self.known["shown"], self.known["num_shown"]
@@ -207,10 +210,6 @@ class RequestBeliefs:
         num_lowered, self.most_room, self._least_left = expected
         self.num_ceilings += num_lowered
         self._ending = []
-
-    def _room_of(self, request_id: str, slot: int) -> tuple[str, int]:
-        request = self.known[slot]
-        return request_id, max(int(request["end"] - request["context"]) - 1, 0)
 
     def overlong(self, request_ids: Sequence[str], lengths: Sequence[int]) -> list[tuple[str, int]]:
         """Find the requests of the last batch that can't take these draft lengths any more, now that more rounds are known.
