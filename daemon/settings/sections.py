@@ -149,7 +149,7 @@ class HttpSettings(Section):
     metrics_web_config: Path | None = None
     """File in the web-config form of Prometheus and its exporters, with TLS and passwords for `metrics_listen`."""
     metrics_plaintext: bool = False
-    """Let `metrics_listen` be any address without TLS: whoever reaches it may read the status page and the metrics."""
+    """`metrics_listen` may be any address without TLS. Every host that reaches it can read the status page and the metrics."""
     admin_listen: str = ""
     """host:port of the admin API besides its unix socket, with tokens; "": none. Only loopback addresses."""
     read_token_file: Path | None = None

@@ -19,7 +19,7 @@ ALERTS, RECORDING = FOLDER / "honed-alerts.yml", FOLDER / "honed-recording.yml"
 METRIC = re.compile(r"(?<!:)\b(honed_[a-z0-9_]+|process_[a-z0-9_]+)\b(?!:)(?:\{([^}]*)\})?")
 FOREIGN = re.compile(r"\b(vllm:[a-z0-9_]+|up)\b(?:\{([^}]*)\})?")
 RECORDED = re.compile(r"\b((?:host|instance)(?:_[a-z]+)*:[a-z0-9_]+:[a-z0-9_]+)")
-"""What a recording rule makes."""
+"""Names of the series that recording rules make."""
 LABEL_VALUES = re.compile(r"label_values\((.+), (\w+)\)")
 
 

@@ -83,7 +83,7 @@ def serve(service: Service, folder: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
-    """What was closed counts no longer, whether or not its remains were collected."""
+    """Garbage collection is off: closed connections must not count even before it runs."""
     gc.disable()
     yield
     gc.enable()
