@@ -94,29 +94,29 @@ def curves(slots: Ints, requests: Records, workloads: Records, has_shift: bool, 
 
 
 @_compiled
-def learn(
-    slots: Ints, drafted: Ints, accepted: Ints, requests: Records, on_failure: Floats, on_success: Floats, ending: Ints
-) -> int:
+def learn(rounds: Ints, requests: Records, on_failure: Floats, on_success: Floats, num_uncounted: int, ending: Ints) -> int:
     """Add rounds [N] to the requests' failures, successes and contexts, [S]; slot −1 is ignored.
 
-    A round's own token is in the context since the round's decision (`expect`).
+    A round's own token is in the context since the round's decision (`expect`), or among the uncounted ones.
 
     Args:
+        rounds: slots, draft lengths and accepted lengths, one after the other, [3·N].
         on_failure: addition for a failure after n accepted drafts, [W, K+1]; `on_success`: for the n accepted drafts.
+        num_uncounted: tokens of each request that its context lacks.
         ending: space for the requests that can take fewer than K drafts now, at least [2, N]: their places among the rounds,
             and how many each can take.
 
     Returns:
         Number of these.
     """
-    most, num_ending = on_failure.shape[1] - 1, 0
-    for i in range(len(slots)):
-        slot, num_drafted = slots[i], min(max(drafted[i], 0), most)
+    most, num_ending, count = on_failure.shape[1] - 1, 0, len(rounds) // 3
+    for i in range(count):
+        slot, num_drafted = rounds[i], min(max(rounds[count + i], 0), most)
         if slot < 0:
             continue
-        request, num_accepted = requests[slot], min(max(accepted[i], 0), num_drafted)
+        request, num_accepted = requests[slot], min(max(rounds[2 * count + i], 0), num_drafted)
         request["context"] += num_accepted
-        room = request["end"] - request["context"] - 1
+        room = request["end"] - request["context"] - num_uncounted - 1
         if room < most:
             ending[0, num_ending], ending[1, num_ending] = i, max(room, 0)
             num_ending += 1
@@ -133,20 +133,19 @@ def learn(
 @_compiled
 def expect(
     slots: Ints, contexts: Ints, first: int, every: int, requests: Records, num_spec_tokens: int, are_equal: bool
-) -> tuple[int, int, int]:
+) -> tuple[int, int]:
     """Note the lengths of contexts, of every so many-th request from the first on; count on a token more of each request.
 
     Unless the lengths have to be equal, ceilings are lowered to what the requests can still take.
 
     Returns:
-        The number of ceilings that fell below K; the most that any request can take, at most its ceiling; the fewest tokens
-        that one has left beside the next round's own.
+        The number of ceilings that fell below K; the most that any request can take, at most its ceiling.
     """
     for i in range(len(contexts)):
         at = first + i * every
         if at < len(slots):
             requests[slots[at]]["context"] = contexts[i]
-    num_lowered, most_room, least_left = 0, 0, 1 << 62
+    num_lowered, most_room = 0, 0
     for i in range(len(slots)):
         request = requests[slots[i]]
         request["context"] += 1
@@ -156,8 +155,8 @@ def expect(
         if room < ceiling and not are_equal:
             request["ceiling"] = room
             num_lowered += ceiling == num_spec_tokens
-        most_room, least_left = max(most_room, room), min(least_left, left)
-    return num_lowered, most_room, least_left
+        most_room = max(most_room, room)
+    return num_lowered, most_room
 
 
 @_compiled
@@ -474,7 +473,7 @@ def decide(
     captured_below: Ints,
     kind_rows: Ints,
     kind_effects: Floats,
-) -> tuple[int, float, int, float, tuple[int, int, int]]:
+) -> tuple[int, float, int, float, tuple[int, int]]:
     """Do `expect`, `curves` and `search` in one call.
 
     Args:
@@ -522,7 +521,7 @@ def prepare() -> None:
     curves(slots, requests, workloads, True, table)
     with_kinds(seconds, slots, table, 1, 2, parameters, 0)
     search(table, parts, slots, slots, parameters, seconds, captured, 0, 1, False, (1.0, NO_PREVIOUS, 0.0))
-    learn(slots, slots, slots, requests, table, table, np.zeros((2, 1), np.int64))
+    learn(np.zeros(3, np.int64), requests, table, table, 0, np.zeros((2, 1), np.int64))
     expect(slots, slots, 0, 1, requests, 1, True)
     decide(
         slots,

@@ -107,6 +107,15 @@ class Decider:
             self._use(tables)
         self._refresh_fallback(now_s)
 
+    @property
+    def reads_contexts(self) -> bool:
+        """Whether decisions depend on the lengths of the requests' contexts."""
+        policy = self._tables.policy
+        return policy is not None and (self._rule is not None or policy.equal_lengths or self._is_priced(policy))
+
+    def _is_priced(self, policy: Policy) -> bool:
+        return policy.kind in ("goodput", "latency") and self._model.is_ready and not self._fallback
+
     def policy_age(self, now_s: float) -> float:
         """Return the seconds since the policy arrived, −1 when there is none."""
         self._refresh_fallback(now_s)
@@ -226,10 +235,8 @@ class Decider:
             return self._uniform(request_ids, self.num_spec_tokens, "no_policy", is_exact=True)
         if policy.kind == "off" and self._fallback != "stale_policy":
             return self._uniform(request_ids, self.num_spec_tokens, "off", is_exact=True)
-        is_priced = policy.kind in ("goodput", "latency") and self._model.is_ready and not self._fallback
-        if not is_priced or policy.equal_lengths or not request_ids:  # else `RequestBeliefs.search` does it
-            may_wait = self._rule is None and not policy.equal_lengths
-            self.requests.expect(request_ids, *noted, are_equal=policy.equal_lengths, may_wait=may_wait)
+        if not self._is_priced(policy) or policy.equal_lengths or not request_ids:  # else `RequestBeliefs.search` does it
+            self.requests.expect(request_ids, *noted, are_equal=policy.equal_lengths)
         if self._fallback == "stale_policy":
             return self._uniform(request_ids, static_k, "stale_policy")
         if self._rule is not None:

@@ -53,15 +53,12 @@ class RequestBeliefs:
         self.num_ceilings = 0
         """Requests with a ceiling below K."""
         size = max(int(max_num_seqs), 1)
-        self.most_room = self._least_left = _NO_END
-        """Most drafts that any request of the last batch can take in its next round, at most its ceiling; and the fewest tokens
-        that one of them has left beside the next round's own."""
-        self._ending: list[tuple[str, int]] = []
-        """Requests that can take fewer than K drafts since the last rounds, and how many."""
-        self._sure_steps = 0
-        """Steps of this batch in which none of its requests can come near its end."""
-        self._missed_steps = 0
-        """Steps since that was known, in which each of them got a token beside its accepted drafts."""
+        self.most_room = _NO_END
+        """Most drafts that any request of the last batch can take in its next round, at most its ceiling."""
+        self.ending: list[tuple[str, int]] = []
+        """Requests that can take fewer than K drafts since the last rounds, and how many; some may be over."""
+        self._uncounted_steps = 0
+        """Steps of the last batch whose tokens, one for each request, are to be added to the contexts."""
         self._tables, self._num_priced = tables, 0
         self._arguments: tuple[object, ...] = ()
         """Arguments of `compiled.decide` that hold for every step under one policy."""
@@ -73,7 +70,6 @@ class RequestBeliefs:
         """The last batch given to `slots_of`, its slots, and the slots of requests that ended since then."""
         self._last_slots = array("q")
         self._left: list[int] = []
-        self._is_left_retaken = False
         self._compiled: ModuleType | None = None  # imported when it is needed
         self.use(tables)
 
@@ -90,7 +86,7 @@ class RequestBeliefs:
 
     def use(self, tables: PolicyTables) -> None:
         """Use these tables from now on."""
-        self._tables, self._num_priced, self._sure_steps = tables, 0, 0
+        self._tables, self._num_priced = tables, 0
         self._rows = [tables.row_of_workload.get(name, 0) for name in self._labels]
         self.known["row"] = np.array(self._rows, dtype=np.int64)[self._label]
         if not tables.has_shift:
@@ -108,7 +104,8 @@ class RequestBeliefs:
             return
         slot = self._take_slot()
         self.slot_of[request_id] = slot
-        self._is_left_retaken |= slot in self._left
+        if slot in self._left:
+            self._drop_left()
         label = self._label_of(workload)
         limit = min(ceiling, self.num_spec_tokens) if ceiling >= 0 else self.num_spec_tokens
         self._label[slot], self._limit[slot] = label, limit
@@ -123,7 +120,7 @@ class RequestBeliefs:
             self.free.append(slot)
             self._left.append(slot)
             if len(self._left) > len(self._last_ids):  # no calls for a batch meanwhile
-                self._forget_batch()
+                self._drop_left()
 
     def observe(
         self,
@@ -139,20 +136,24 @@ class RequestBeliefs:
         `features` are those of each round's drafts, see `RoundColumns.feature`; NaN where unknown.
         """
         compiled = self._compiled or self._load()
-        slots = self._running_slots(request_ids)
-        drafted, accepted = array("q", num_draft_tokens), array("q", num_accepted_tokens)
-        if not len(slots) == len(drafted) == len(accepted):
-            raise ValueError(f"{len(slots)} requests, {len(drafted)} draft lengths, {len(accepted)} accepted lengths")
+        slots, count = self._running_slots(request_ids), len(request_ids)
+        if not count == len(num_draft_tokens) == len(num_accepted_tokens):
+            counts = f"{len(num_draft_tokens)} draft lengths, {len(num_accepted_tokens)} accepted lengths"
+            raise ValueError(f"{count} requests, {counts}")
         if features is not None:
             self._note_features(slots.tolist(), features)
-        tables, columns = self._tables, (np.frombuffer(one, np.int64) for one in (slots, drafted, accepted))
-        if len(slots) > self._ending_at.shape[1]:  # a request occurs twice
-            self._ending_at = np.zeros((2, len(slots)), dtype=np.int64)
-        num_ending = compiled.learn(*columns, self.known, tables.on_failure, tables.on_success, self._ending_at)
-        self._ending = []
+        slots.extend(num_draft_tokens)
+        slots.extend(num_accepted_tokens)
+        if count > self._ending_at.shape[1]:  # a request occurs twice
+            self._ending_at = np.zeros((2, count), dtype=np.int64)
+        tables, rounds = self._tables, np.frombuffer(slots, np.int64)
+        num_ending = compiled.learn(
+            rounds, self.known, tables.on_failure, tables.on_success, self._uncounted_steps, self._ending_at
+        )
+        self.ending = []
         if num_ending:
             places, rooms = self._ending_at[:, :num_ending].tolist()
-            self._ending = [(request_ids[i], room) for i, room in zip(places, rooms, strict=True)]
+            self.ending = [(request_ids[i], room) for i, room in zip(places, rooms, strict=True)]
 
     def _note_features(self, slots: list[int], features: Sequence[float]) -> None:
         shown, num_shown = self.known["shown"], self.known["num_shown"]
@@ -165,66 +166,47 @@ class RequestBeliefs:
         """Note the length of a request's context, and the one at which it ends at the latest; an unknown request is fine."""
         slot = self.slot_of.get(request_id, -1)
         if slot >= 0:
-            self._catch_up()
-            self._sure_steps = 0
-            most, limit = self.num_spec_tokens, int(self._limit[slot])
-            self.num_ceilings += (limit < most) - (int(self.ceiling[slot]) < most)
-            self.context[slot], self.known["end"][slot], self.ceiling[slot] = num_tokens, end, limit
+            if self.context[slot]:  # else it wasn't in the last batch
+                self._catch_up()
+            most, ceiling = self.num_spec_tokens, int(self._limit[slot])
+            if not self._tables.shared_lengths:  # this step samples a token, the next round one beside its drafts
+                ceiling = max(min(ceiling, end - num_tokens - 2), 0)
+            self.num_ceilings += (ceiling < most) - (int(self.ceiling[slot]) < most)
+            self.context[slot], self.known["end"][slot], self.ceiling[slot] = num_tokens, end, ceiling
 
     def expect(
-        self,
-        request_ids: Sequence[str],
-        contexts: Sequence[int] | None,
-        first: int,
-        every: int,
-        *,
-        are_equal: bool,
-        may_wait: bool = False,
+        self, request_ids: Sequence[str], contexts: Sequence[int] | None, first: int, every: int, *, are_equal: bool
     ) -> None:
         """Note contexts, of every `every`-th request of a batch from `first` on, and count on a token more of each request.
 
-        No ceiling stays above what the request can still take, unless all requests of a step get the same length.
-
-        Args:
-            may_wait: nobody needs the contexts, so all this is done only when a request may be near its end.
+        No ceiling stays above what the request can still take, unless all requests of a step get the same length. Without
+        contexts to note, only the steps are counted then, and `ending` alone tells of what is near its end.
         """
-        if may_wait and self._sure_steps and not self._left and request_ids == self._last_ids:
-            self._sure_steps -= 1
-            self._missed_steps += 1
-            self._ending = []
+        self.ending = []
+        if contexts is None and not are_equal:
+            self._slots_of(request_ids)
+            self._uncounted_steps += 1
             return
         compiled = self._compiled or self._load()
         noted = _NOTHING_NOTED if contexts is None else np.array(contexts, dtype=np.int64)
-        self._catch_up()
         slots = self.slots_of(request_ids)
+        self._catch_up()
         self._take(compiled.expect(slots, noted, first, every, self.known, self.num_spec_tokens, are_equal))
-        self._sure_steps = max(self._least_left // (self.num_spec_tokens + 1) - 3, 0) if may_wait else 0
 
     def _catch_up(self) -> None:
-        """Count the tokens of steps in which that was put off."""
-        if self._missed_steps:
-            self.context[np.frombuffer(self._last_slots, np.int64)] += self._missed_steps
-            self._missed_steps = 0
+        """Add the tokens of the uncounted steps."""
+        if self._uncounted_steps:
+            self.context[np.frombuffer(self._last_slots, np.int64)] += self._uncounted_steps
+            self._uncounted_steps = 0
 
-    def _take(self, expected: tuple[int, int, int]) -> None:
-        num_lowered, self.most_room, self._least_left = expected
+    def _take(self, expected: tuple[int, int]) -> None:
+        num_lowered, self.most_room = expected
         self.num_ceilings += num_lowered
-        self._ending = []
-
-    def overlong(self, request_ids: Sequence[str], lengths: Sequence[int]) -> list[tuple[str, int]]:
-        """Find the requests of the last batch that can't take these draft lengths any more, now that more rounds are known.
-
-        Returns:
-            them, with the most drafts that each can take; some may be over.
-        """
-        if not self._ending:
-            return []
-        length_of = dict(zip(request_ids, lengths, strict=True)).get
-        return [(request_id, room) for request_id, room in self._ending if room < length_of(request_id, 0)]
 
     def noted_tokens(self, request_ids: Sequence[str]) -> int:
         """Sum of a batch's contexts as last noted."""
         slots = self.slots_of(request_ids)
+        self._catch_up()
         return int(self.context[slots].sum())
 
     def search(
@@ -248,8 +230,9 @@ class RequestBeliefs:
             are_contexts_known: whether the noted contexts predict acceptance.
         """
         compiled = self._compiled or self._load()
-        self._catch_up()
         slots = self.slots_of(request_ids)
+        self._catch_up()
+        self.ending = []
         count = len(slots)
         most_tokens = count * (self.num_spec_tokens + 1) + num_prefill_tokens
         if most_tokens >= self._num_priced:
@@ -317,25 +300,21 @@ class RequestBeliefs:
         A batch is usually the one before, without finished requests, followed by new ones. Checking this by identity doesn't
         read the ids themselves, which are no longer in the caches.
         """
-        ids, slots = self._last_ids, self._last_slots
         if self._left:
-            slots = slots[:]  # the old array may still be in use
-            for slot in self._left:
-                try:
-                    at = slots.index(slot)
-                except ValueError:  # wasn't in the batch
-                    continue
-                del ids[at], slots[at]
-            self._none_left()
+            self._drop_left()
+        ids, slots = self._last_ids, self._last_slots
         count = len(ids)
         more = request_ids[count:]
         ids += more
         if ids == request_ids:
             if more:
-                slots = slots + array("q", self.slot_list(more))
+                new = self.slot_list(more)
+                slots = slots + array("q", new)
+                if self._uncounted_steps:  # of the others
+                    self.context[new] -= self._uncounted_steps
         else:
             del ids[count:]
-            self._last_slots = slots
+            self._catch_up()
             followed = self._follow(request_ids)
             slots = array("q", followed + self.slot_list(request_ids[len(followed) :]))
             self._last_ids = list(request_ids)
@@ -344,20 +323,23 @@ class RequestBeliefs:
 
     def _running_slots(self, request_ids: Sequence[str]) -> array[int]:
         """Look up slots [n] for learning: −1, or an unused one, for unknown or finished requests."""
-        count, slots = len(request_ids), list[int]()
-        if not self._is_left_retaken:
-            if self._last_ids[:count] == request_ids:
-                return self._last_slots[:count]
-            slots = self._follow(request_ids)
+        count = len(request_ids)
+        if self._last_ids[:count] == request_ids:
+            return self._last_slots[:count]
+        slots = self._follow(request_ids)
         return array("q", slots + [self.slot_of.get(request_id, -1) for request_id in request_ids[len(slots) :]])
 
-    def _none_left(self) -> None:
+    def _drop_left(self) -> None:
+        """Drop the requests from the last batch that ended since then."""
+        ids, slots = self._last_ids, self._last_slots[:]  # the old array may still be in use
+        for slot in self._left:
+            try:
+                at = slots.index(slot)
+            except ValueError:  # wasn't in the batch
+                continue
+            del ids[at], slots[at]
+        self._last_slots = slots
         self._left.clear()
-        self._is_left_retaken = False
-
-    def _forget_batch(self) -> None:
-        self._last_ids, self._last_slots = [], array("q")
-        self._none_left()
 
     def _follow(self, request_ids: Sequence[str]) -> list[int]:
         """Look up the slots of the leading requests that were in the last batch, in its order."""

@@ -85,8 +85,8 @@ class Attachment:
         self._began_ns = 0
         self._decide_ns = 0
         self._decided: tuple[list[str], list[int]] | None = None
-        self._unequal: tuple[list[str], list[int]] = [], []
-        """The last step's requests and draft lengths, if each request has its own."""
+        self._are_unequal = False
+        """Whether each request of the last step has a draft length of its own."""
         self._in_prompt: set[str] = set()
         """Requests whose prompt isn't computed yet, or no longer is."""
         self._with_stale_steps: set[str] = set()
@@ -167,10 +167,11 @@ class Attachment:
         """Apply what arrived since the last step: a policy, commands, results of requests that end. Start the step's clock."""
         self._model_wait.end()
         self._take_news()
-        for request_id, most in self._decider.requests.overlong(*self._unequal):
-            request = self._scheduler.requests.get(request_id)
-            if request is not None:
-                request.spec_token_ids = request.spec_token_ids[:most]
+        if self._are_unequal:
+            for request_id, most in self._decider.requests.ending:
+                request = self._scheduler.requests.get(request_id)
+                if request is not None and len(request.spec_token_ids) > most:
+                    request.spec_token_ids = request.spec_token_ids[:most]
         self._began_ns = time.monotonic_ns()
 
     @guarded
@@ -200,7 +201,7 @@ class Attachment:
         began_ns = time.perf_counter_ns()
         self._step += 1
         most = self._most_tokens
-        self._block, self._decided, self._unequal = most, None, ([], [])  # the defaults if anything below fails
+        self._block, self._decided, self._are_unequal = most, None, False  # the defaults if anything below fails
         requests = self._scheduler.requests
         scheduled = output.num_scheduled_tokens
         ids, num_prefill, padded = list(scheduled), 0, []
@@ -224,14 +225,15 @@ class Attachment:
         reason, block, lengths = self._why_undecided(), most, None
         if not reason:
             every = max(-(-len(ids) // MOST_NOTED), 1)
-            first = self._step % every
-            contexts = [_sure_tokens(requests[request_id]) for request_id in ids[first::every]]
+            first, contexts = self._step % every, None
+            if self._decider.reads_contexts or self._chain_tokens < self._num_spec_tokens:  # trees teach no contexts
+                contexts = [_sure_tokens(requests[request_id]) for request_id in ids[first::every]]
             decision = self._decider.decide(ids, -1, num_prefill, time.monotonic(), contexts, first, every)
             reason, lengths = decision.reason, decision.num_draft_tokens
             if most < self._num_spec_tokens:
                 lengths = [min(length, most) for length in lengths]
-            if self._policy is not None and not self._policy.equal_lengths:  # shorter ones for some would lose the graph
-                self._unequal = ids, lengths
+            # Where equal lengths are captured in a graph, a shorter one would lose it.
+            self._are_unequal = self._policy is not None and not self._policy.equal_lengths
             if self._can_shorten:
                 block = min(decision.block, output.num_spec_tokens_to_schedule, most)
                 output.num_spec_tokens_to_schedule = block
@@ -263,14 +265,13 @@ class Attachment:
         if self._decided is None:
             return
         ids, lengths = self._decided
-        if request_ids == ids:
-            most = self._num_spec_tokens
-            for i, length in enumerate(lengths):  # a new list for each row would cost a large batch more than all else
-                if length < most:
-                    drafts[i] = drafts[i][:length]
-        else:  # the runner has its own order
-            length_of = dict(zip(ids, lengths, strict=True)).get
-            drafts[:] = [row[: length_of(request_id)] for request_id, row in zip(request_ids, drafts, strict=True)]
+        most = self._num_spec_tokens
+        if request_ids != ids:  # the runner has its own order, and prompts
+            length_of = {request_id: length for request_id, length in zip(ids, lengths, strict=True) if length < most}.get
+            lengths = [length_of(request_id, most) for request_id in request_ids]
+        for i, length in enumerate(lengths):  # a new list for each row would cost a large batch more than all else
+            if length < most:
+                drafts[i] = drafts[i][:length]
 
     @guarded
     def before_update(self, output: Any, runner_output: Any) -> Callable[[Verified], None]:

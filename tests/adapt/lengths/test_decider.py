@@ -476,7 +476,10 @@ KINDS = [
 @pytest.mark.parametrize("changes", KINDS)
 @pytest.mark.parametrize("others", [1, 100])
 def test_nobody_gets_more_drafts_than_it_can_still_take(changes, others):
-    """A round samples one token beside its drafts, and so does the step that is under way when it is decided."""
+    """A round samples one token beside its drafts, and so does the step that is under way when it is decided.
+
+    Where decisions don't read contexts, what is near its end is named once the step's rounds are known.
+    """
     decider = make_decider(make_policy(**changes))
     more = [f"r{i}" for i in range(others)]
     for request_id in ("ends", *more):
@@ -485,13 +488,16 @@ def test_nobody_gets_more_drafts_than_it_can_still_take(changes, others):
     decider.requests.note_context("ends", 100, end=106)
     ids, known, lengths = ["ends", *more], 100, []
     while known < 106:
-        decision = decider.decide(ids, -1, 0, 0.0)
+        contexts = [known] if decider.reads_contexts else None
+        decision = decider.decide(ids, -1, 0, 0.0, contexts, 0, len(ids))
         known += 1
         assert decision.block == max(decision.num_draft_tokens)
-        lengths.append(decision.num_draft_tokens[0])
-        assert lengths[-1] <= max(106 - known - 1, 0)
+        length = decision.num_draft_tokens[0]
+        assert length <= max(106 - known - 1, 0) or contexts is None
         decider.observe(ids, [1] * len(ids), [1, *[0] * others])  # it accepts one draft a round, and so gets two tokens
         known += 1
+        lengths.append(min(length, dict(decider.requests.ending).get("ends", K)))
+        assert lengths[-1] <= max(106 - known - 1, 0)
     assert lengths[-1] == 0
     if changes.get("kind") != "goodput":
         assert lengths[0] > 0
@@ -501,10 +507,10 @@ def test_nobody_gets_more_drafts_than_it_can_still_take(changes, others):
 
 @pytest.mark.fault("drafts past what a request can take")
 @pytest.mark.parametrize("most", [1, 3, 12])
-def test_a_batch_looks_for_requests_near_their_end_when_there_may_be_one_and_misses_none(most):
+def test_requests_near_their_end_are_found_alike_whether_or_not_contexts_are_noted(most):
     rng, policy = random.Random(7), make_policy(kind="static", static_k=K)
     waits, looks = make_decider(policy), make_decider(policy)
-    tokens, end, ids, num_looked = {}, {}, [], 0
+    tokens, end, ids, num_short = {}, {}, [], 0
     for step in range(2000):
         while len(ids) < rng.randint(1, most):
             request_id = f"r{step}-{len(ids)}"
@@ -513,23 +519,27 @@ def test_a_batch_looks_for_requests_near_their_end_when_there_may_be_one_and_mis
             for decider in (waits, looks):
                 decider.start(request_id)
                 decider.requests.note_context(request_id, 50, end[request_id])
-        every = -(-len(ids) // 4)
-        noted = [tokens[one] for one in ids[step % every :: every]], step % every, every
-        looks.requests._sure_steps = 0
-        num_looked += waits.requests._sure_steps == 0
-        lengths, expected = (one.decide(ids, -1, 0, 0.0, *noted).num_draft_tokens for one in (waits, looks))
-        assert lengths == expected
+        batch = ids if rng.random() < 0.9 else [one for one in ids if rng.random() < 0.5]
+        every = max(-(-len(batch) // 4), 1)
+        noted = [tokens[one] for one in batch[step % every :: every]], step % every, every
+        lengths = looks.decide(batch, -1, 0, 0.0, *noted).num_draft_tokens
+        num_short += min(lengths, default=K) < K
+        longer = waits.decide(batch, -1, 0, 0.0).num_draft_tokens
+        assert all(length <= most for length, most in zip(lengths, longer, strict=True))
         accepted = [rng.randint(0, length) for length in lengths]
         for decider in (waits, looks):
-            decider.observe(ids, lengths, accepted)
-        assert waits.requests.overlong(ids, lengths) == looks.requests.overlong(ids, lengths)
-        for one, count in zip(ids, accepted, strict=True):
+            decider.observe(batch, lengths, accepted)
+        for one, count in zip(batch, accepted, strict=True):
             tokens[one] += count + 1
+        if batch:
+            assert waits.requests.ending == looks.requests.ending
+            left = [(one, max(end[one] - tokens[one] - 1, 0)) for one in batch]
+            assert waits.requests.ending == [(one, room) for one, room in left if room < K]
         for one in [one for one in ids if tokens[one] >= end[one]]:
             ids = [other for other in ids if other != one]
             for decider in (waits, looks):
                 decider.finish(one)
-    assert num_looked < 1700
+    assert 10 < num_short < 2000
 
 
 def test_a_request_that_goes_on_after_its_end_gets_its_own_most_drafts_again():
@@ -570,12 +580,12 @@ def test_those_that_got_nearer_to_their_end_than_it_seemed_are_named():
     ids = ["near", "soon", "done", "later"]
     lengths = decider.decide(ids, -1, 0, 0.0).num_draft_tokens
     assert lengths == [3, 3, 3, 3]
-    assert decider.requests.overlong(ids, lengths) == []
+    assert decider.requests.ending == []
     decider.observe(ids, [3] * 4, [2] * 4)
     decider.finish("done")
-    found = dict(decider.requests.overlong(ids, lengths))
+    found = dict(decider.requests.ending)
     found.pop("done", None)
-    assert found == {"soon": 1}  # it has 103, and one of the two left isn't a draft
+    assert found == {"soon": 1, "near": 5}  # of the two tokens left to the one, and six to the other, one isn't a draft
     assert set(decider.requests.slot_of) == {"near", "soon", "later"}
 
 
