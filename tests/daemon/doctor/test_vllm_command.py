@@ -87,6 +87,6 @@ def test_a_configuration_file_is_noted() -> None:
 
 def test_what_vllm_args_prints_is_understood() -> None:
     made = vllm_args.make(Path("/run/honed"), model="m", drafter="d", num_draft_tokens=7)
-    found = parse([*shlex.split(vllm_args.SERVER), *made.flags])
+    found = parse([*shlex.split(vllm_args.server_command()), *made.flags])
     assert (found.scheduler_cls, found.worker_extension_cls) == (vllm_args.SCHEDULER, vllm_args.WORKER_EXTENSION)
     assert (found.model, found.drafter, found.method) == ("m", "d", "dflash")
