@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.layout import Layout
 from rich.live import Live
 from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 
 from honed.daemon.client.client import AdminClient, Unreachable
@@ -28,6 +29,8 @@ from honed.daemon.views.findings import Finding, findings
 BARS = "▁▂▃▄▅▆▇█"
 SECONDS_BACK = 120
 MOST_FINDINGS = 4
+TALL = 36
+"""Lines of a screen that has room for everything; a lower one shows the same, shorter."""
 QUIT = frozenset("qQ\x03\x04\x1b")
 
 
@@ -84,23 +87,27 @@ def read(client: AdminClient) -> Frame:
 
 
 def view(frame: Frame) -> RenderableType:
-    """All parts stacked, for pipes and small screens."""
+    """All parts stacked, for pipes."""
     frame = frame.visible()
-    return Group(_verdict(frame), _engines(frame), _curves(frame), _workloads(frame), _bottom(frame))
+    return Group(_verdict(frame, MOST_FINDINGS), _engines(frame), Curves(frame), _workloads(frame), _bottom(frame, 6))
 
 
-def screen(frame: Frame) -> Layout:
-    """The same parts fitted to a terminal's height; problems are never cut off."""
+def screen(frame: Frame, height: int) -> Layout:
+    """The same parts fitted to a terminal's height; problems and the newest figures are never cut off."""
     frame = frame.visible()
-    found = findings(frame.status)
+    is_tall = height >= TALL
+    findings_shown, lines_below = (MOST_FINDINGS, 6) if is_tall else (2, 2)
+    found, engines = len(_findings(frame)), frame.status.get("engines") or []
+    engines_shown = min(len(engines), 8 if is_tall else 3)
+    parts = [
+        Layout(_verdict(frame, findings_shown), size=2 + max(1, min(findings_shown, found))),
+        Layout(_engines(frame, engines_shown, is_brief=not is_tall), size=2 + max(1, engines_shown * (1 + is_tall))),
+        Layout(Curves(frame), size=5),
+        Layout(_workloads(frame, is_brief=not is_tall), ratio=1, minimum_size=5),
+        Layout(_bottom(frame, lines_below), size=2 + lines_below),
+    ]
     layout = Layout()
-    layout.split_column(
-        Layout(_verdict(frame), size=2 + max(1, min(MOST_FINDINGS + 1, len(found)))),
-        Layout(_engines(frame), size=2 + 2 * max(1, len(frame.status.get("engines") or []))),
-        Layout(_curves(frame), size=5),
-        Layout(_workloads(frame), ratio=1, minimum_size=4),
-        Layout(_bottom(frame), size=10),
-    )
+    layout.split_column(*parts)
     return layout
 
 
@@ -126,11 +133,13 @@ def per_second(points: Sequence[dict[str, Any]], now_s: int, seconds: int = SECO
     }
 
 
-def _verdict(frame: Frame) -> RenderableType:
-    found: list[Finding] = findings(frame.status)
-    if frame.trouble:
-        found = [Finding("error", f"{frame.trouble}; the data shown is old"), *found]
-    status = frame.status
+def _findings(frame: Frame) -> list[Finding]:
+    late = [Finding("error", f"{frame.trouble}; the data shown is old")] if frame.trouble else []
+    return [*late, *findings(frame.status)]
+
+
+def _verdict(frame: Frame, most: int) -> RenderableType:
+    found, status = _findings(frame), frame.status
     up = cells.seconds(status.get("uptime_s"))
     title = Text(f"honed {cells.text(status.get('version'))}, {cells.text(status.get('state'))}, up {up}")
     worst = found[0].level if found else "fine"
@@ -138,47 +147,61 @@ def _verdict(frame: Frame) -> RenderableType:
     lines = [Text(f"{'✗' if f.level == 'error' else '!'} {f.text}", "red" if f.level == "error" else "") for f in found]
     for line in lines:
         line.no_wrap, line.overflow = True, "ellipsis"
-    if len(lines) > MOST_FINDINGS:
-        more = len(lines) - MOST_FINDINGS
-        lines = [*lines[:MOST_FINDINGS], Text(f"and {more} more: `honed status`", "dim")]
-    body = Group(*lines) if lines else Text("all is well", "green")
-    return Panel(body, title=title, title_align="left", border_style=style)
+    more = f"and {len(lines) - most} more: `honed status`" if len(lines) > most else None
+    body = Group(*lines[:most]) if lines else Text("all is well", "green")
+    return Panel(body, title=title, title_align="left", subtitle=more, subtitle_align="left", border_style=style)
 
 
-def _engines(frame: Frame) -> RenderableType:
-    return Panel(show.engines(frame.status.get("engines") or []), title="engines", title_align="left", border_style="dim")
+def _engines(frame: Frame, most: int | None = None, *, is_brief: bool = False) -> RenderableType:
+    rows = frame.status.get("engines") or []
+    # Those that are gone first: a screen may have no room for all.
+    shown = sorted(rows, key=lambda row: bool(row.get("connected")))[:most]
+    more = f"and {len(rows) - len(shown)} more: `honed engines`" if len(rows) > len(shown) else None
+    body = show.brief_engines(shown) if is_brief else show.engines(shown)
+    return Panel(body, title="engines", title_align="left", subtitle=more, subtitle_align="left", border_style="dim")
 
 
-def _curves(frame: Frame) -> RenderableType:
-    # The figures use the daemon's clock, which may be another machine's.
-    points = frame.timeline.get("points") or []
-    latest_s = max((int(point["t"]) for point in points), default=0)
-    grid = Rows.of(show_header=False)
-    for name, values in per_second(points, max(latest_s + 2, int(time.time()))).items():
-        last = next((value for value in reversed(values) if value), 0.0)
-        grid.add_row(Text(name, "dim"), f"{last:8.2f}", Text(sparkline(values, 72), "cyan"))
-    return Panel(grid, title=f"the last {SECONDS_BACK} seconds", title_align="left", border_style="dim")
+@dataclass(frozen=True)
+class Curves:
+    """Figures of the last complete second, with bars for those before it as far as the screen is wide."""
+
+    frame: Frame
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render for the width at hand."""
+        # The figures use the daemon's clock, which may be another machine's.
+        points = self.frame.timeline.get("points") or []
+        latest_s = max((int(point["t"]) for point in points), default=0)
+        grid = Rows.of(show_header=False)
+        for name, values in per_second(points, max(latest_s, int(time.time()))).items():
+            bars = sparkline(values, max(options.max_width - 38, 8))
+            grid.add_row(Text(name, "dim"), f"{values[-1]:10,.2f}", Text(bars, "cyan"))
+        yield Panel(grid, title=f"the last {SECONDS_BACK} seconds", title_align="left", border_style="dim")
 
 
-def _workloads(frame: Frame) -> RenderableType:
+def _workloads(frame: Frame, *, is_brief: bool = False) -> RenderableType:
     rows = sorted(frame.workloads, key=lambda row: -(row.get("rounds") or 0))
-    return Panel(show.workloads(rows), title="workloads, last 5 minutes", title_align="left", border_style="dim")
+    return Panel(
+        show.workloads(rows, is_brief=is_brief), title="workloads, last 5 minutes", title_align="left", border_style="dim"
+    )
 
 
-def _bottom(frame: Frame) -> RenderableType:
+def _bottom(frame: Frame, most: int) -> RenderableType:
     drafters = frame.status.get("drafters") or {}
-    grid = Rows.of(show_header=False)
     names = (f"{alias} {drafters[alias]}" for alias in ("active", "candidate", "previous") if drafters.get(alias))
-    grid.add_row(Text("drafter", "dim"), ", ".join(names) or cells.NOTHING)
-    grid.add_row(Text("trainer", "dim"), show.trainer_line(frame.status.get("trainer")))
+    rows = [("drafter", "dim", ", ".join(names) or cells.NOTHING)]
     if trial := frame.status.get("canary"):
-        grid.add_row(Text("canary", "dim"), Text(show.canary_line(trial), "cyan"))
+        rows.append(("canary", "cyan", show.canary_line(trial)))
+    rows.append(("trainer", "dim", show.trainer_line(frame.status.get("trainer"))))
     for mark in reversed((frame.timeline.get("marks") or [])[-2:]):
-        grid.add_row(Text(cells.text(mark.get("kind")), "magenta"), Text(cells.text(mark.get("text"))))
+        rows.append((cells.text(mark.get("kind")), "magenta", cells.text(mark.get("text"))))
     for operation in frame.operations[:3]:
         stage = operation.get("stage") if operation.get("state") == "running" else operation.get("state")
         text = f"{operation.get('kind')}: {stage} {operation.get('error') or ''}".strip()
-        grid.add_row(Text(cells.text(operation.get("operation_id")), "dim"), Text(text))
+        rows.append((cells.text(operation.get("operation_id")), "dim", text))
+    grid = Table.grid(padding=(0, 2))
+    for name, style, text in rows[:most]:
+        grid.add_row(Text(name, style, no_wrap=True), Text(text, no_wrap=True, overflow="ellipsis"))
     return Panel(grid, title="drafter, training, events", title_align="left", border_style="dim")
 
 
@@ -204,14 +227,15 @@ def _next(client: AdminClient, frame: Frame) -> Frame:
 
 def _live(client: AdminClient, frame: Frame, interval_s: float, count: int) -> None:
     number = 1
-    shown = Live(screen(frame), console=SafeConsole(), screen=True, auto_refresh=False)
+    console = SafeConsole()
+    shown = Live(screen(frame, console.height), console=console, screen=True, auto_refresh=False)
     with keys() as pressed, shown as live, contextlib.suppress(KeyboardInterrupt):
         live.refresh()
         while not count or number < count:
             if pressed(interval_s) & QUIT:
                 return
             frame, number = _next(client, frame), number + 1
-            live.update(screen(frame), refresh=True)
+            live.update(screen(frame, console.height), refresh=True)
 
 
 @contextlib.contextmanager

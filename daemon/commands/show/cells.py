@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.style import StyleType
 from rich.table import Table
 from rich.text import Text
@@ -17,54 +18,86 @@ MOST_ODDS = 6
 
 
 PROSE = frozenset(
-    {"why", "because", "result", "note", "is", "gain", "outcome", "by position (conditional)", "S(j)", "predicted -> observed"}
+    {
+        *("why", "because", "result", "note", "is", "gain", "outcome", "by position, %", "S(j), %", "predicted -> observed, %"),
+        *("a, by position", "b, by position", "times, from so many tokens on"),
+    }
 )
-"""Columns of words or several figures, which may wrap. Ids, states, times and figures never wrap."""
-PROSE_WIDTH = 10
-"""Least width of such a column on a narrow screen; a row that still doesn't fit exceeds the screen."""
+"""Columns of words or several figures. Where the table is too wide for the screen they go below their row."""
+DETAILS = ("sha256", "parent", "scope", "MiB", "old", "drafter", "who", "took", "since", "drift", "engine", "stage", "to")
+"""Columns that follow them, in this order, until the rest fits. What still doesn't fit exceeds the screen."""
 
 
 class Rows(Table):
-    """A table whose cells are taken literally: rich would read `[bold]` in a plain string as markup."""
+    """A table whose cells are taken literally: rich would read `[bold]` in a plain string as markup. No cell is broken."""
 
     @classmethod
     def of(cls, *columns: str, show_header: bool = True) -> Self:
         table = cls(box=None, pad_edge=False, header_style="dim", show_header=show_header)
         for column in columns:
-            is_prose = column in PROSE
-            table.add_column(Text(column, no_wrap=False), overflow="fold", no_wrap=not is_prose)
-            word = max(map(cell_len, column.split()), default=0)
-            table._widths.append((min(word, PROSE_WIDTH) if is_prose else word, cell_len(column)))
+            table.add_column(Text(column, no_wrap=False), overflow="fold", no_wrap=True)
+        table.names = columns
         return table
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._widths: list[tuple[int, int]] = []
-        """Minimum and preferred width of each named column."""
+        self.names: tuple[str, ...] = ()
+        self.is_brief = False
+        """Whether columns that don't fit are left out."""
+        self._cells: list[list[RenderableType | None]] = []
 
     def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
         """Add a row of texts."""
-        texts = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
-        for i, (cell, (least, most)) in enumerate(zip(texts, self._widths, strict=False)):
-            width = cell.cell_len if isinstance(cell, Text) else 0
-            floor = width if self.columns[i].no_wrap else min(width, PROSE_WIDTH)
-            self._widths[i] = max(least, floor), max(most, width)
+        texts: list[RenderableType | None] = [Text(cell) if isinstance(cell, str) else cell for cell in cells]
+        self._cells.append(texts)
         super().add_row(*texts, style=style, end_section=end_section)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render; narrow the widest column first if needed, down to each column's minimum."""
-        widths = [most for _, most in self._widths]
-        gaps = 2 * (len(widths) - 1)
-        while sum(widths) + gaps > options.max_width:
-            spare = [
-                (width, i) for i, (width, (least, _)) in enumerate(zip(widths, self._widths, strict=True)) if width > least
+        """Render; on a narrow screen with some of the columns below their rows."""
+        kept, below = self._fitted(options.max_width)
+        if not self.names:
+            yield from super().__rich_console__(console, options)
+            return
+        table = Table(box=None, pad_edge=False, header_style="dim", show_header=self.show_header)
+        for column, width in kept.items():
+            table.add_column(Text(self.names[column], no_wrap=False), overflow="fold", no_wrap=True, width=width)
+        for cells in self._cells:
+            table.add_row(*(cells[column] for column in kept))
+        wide = options.reset_height().update(width=max(options.max_width, sum(kept.values()) + 2 * (len(kept) - 1)))
+        lines = console.render_lines(table, wide, pad=False, new_lines=True)
+        heading = len(lines) - len(self._cells)
+        yield from (segment for line in lines[:heading] for segment in line)
+        for line, cells in zip(lines[heading:], self._cells, strict=True):
+            yield from line
+            found = [(self.names[column], cells[column]) for column in below if not self.is_brief]
+            shown = [
+                Text.assemble((f"{name} ", "dim"), cell)
+                for name, cell in found
+                if isinstance(cell, Text) and cell.plain not in ("", NOTHING)
             ]
-            if not spare:
+            if shown:
+                yield Padding(Text("; ").join(shown), (0, 0, 0, 2))
+
+    def _fitted(self, most: int) -> tuple[dict[int, int], list[int]]:
+        """The columns that fit beside each other, with their widths; and those that go below."""
+        least, widths = dict[int, int](), dict[int, int]()
+        for column, name in enumerate(self.names):
+            texts = [cells[column] for cells in self._cells]
+            own = max((text.cell_len for text in texts if isinstance(text, Text)), default=0)
+            word = max(map(cell_len, name.split()), default=0) if self.show_header else 0
+            least[column], widths[column] = max(own, word), max(own, cell_len(name) if self.show_header else 0)
+        order = [column for column, name in enumerate(self.names) if name in PROSE]
+        order += [self.names.index(name) for name in DETAILS if name in self.names]
+        below: list[int] = []
+        while order and sum(least.values()) + 2 * (len(least) - 1) > most:
+            below.append(order.pop(0))
+            del least[below[-1]], widths[below[-1]]
+        while sum(widths.values()) + 2 * (len(widths) - 1) > most:  # a heading of several words takes several lines
+            spare = max(((width, column) for column, width in widths.items() if width > least[column]), default=None)
+            if spare is None:
                 break
-            widths[max(spare)[1]] -= 1
-        for column, width in zip(self.columns, widths, strict=False):
-            column.width = width
-        yield from super().__rich_console__(console, options.update(max_width=max(options.max_width, sum(widths) + gaps)))
+            widths[spare[1]] -= 1
+        return widths, sorted(below)
 
 
 def text(value: Any) -> str:
@@ -85,6 +118,16 @@ def number(value: Any, digits: int) -> str:
 def interval(low: Any, high: Any, digits: int) -> str:
     """Both ends with `digits` decimals."""
     return NOTHING if low is None or high is None else f"{number(low, digits)}–{number(high, digits)}"
+
+
+def length(value: Any) -> str:
+    """An acceptance length, or tokens or drafts a round."""
+    return number(value, 2)
+
+
+def shares(values: Any) -> str:
+    """Shares by position, in whole per cent."""
+    return " ".join(f"{100 * value:.0f}" for value in values or ()) or NOTHING
 
 
 def percent(value: Any) -> str:

@@ -48,7 +48,7 @@ def bar(value: float, largest: float) -> str:
 
 def _survival(document: Document) -> RenderableType:
     k = document.get("num_spec_tokens") or 0
-    table = Rows.of("survival of drafts 1 … K", "rounds", "acc. length", f"1 … {k}", "S(j)", "drift")
+    table = Rows.of("survival of drafts 1 … K", "rounds", "acc. length", f"1 … {k}", "S(j), %", "drift")
     rows = [("(engine)", document.get("engine") or {}), *(document.get("workloads") or {}).items()]
     alarms = []
     for name, w in rows:
@@ -59,9 +59,9 @@ def _survival(document: Document) -> RenderableType:
         table.add_row(
             cells.text(name),
             cells.count(w.get("rounds")),
-            cells.number(w.get("acceptance_length"), 3),
+            cells.length(w.get("acceptance_length")),
             curve(values),
-            " ".join(f"{v:.2f}" for v in values),
+            cells.shares(values),
             cells.text(drift.get("state")),
         )
     return Group(table, *alarms)
@@ -73,18 +73,18 @@ def _context_shift(document: Document) -> RenderableType | None:
     rows = [(name, level["context_shift"]) for name, level in levels if level.get("context_shift")]
     if not rows:
         return None
-    table = Rows.of("failure odds by context length", *(f"{tokens} …" for tokens, _ in rows[0][1]))
+    table = Rows.of("failure odds by context length", "times, from so many tokens on")
     for name, shift in rows:
-        table.add_row(cells.text(name), *(f"x {factor:.2f}" for _, factor in shift))
+        table.add_row(cells.text(name), "  ".join(f"{factor:.2f} {tokens:,}" for tokens, factor in shift))
     return table
 
 
 def _reliability(document: Document) -> RenderableType:
-    table = Rows.of("predicted against observed survival", "error", "predicted -> observed")
+    table = Rows.of("predicted against observed survival", "error", "predicted -> observed, %")
     for name, w in (document.get("workloads") or {}).items():
         reliability = w.get("reliability") or {}
         bins = reliability.get("bins") or []
-        shown = "  ".join(f"{p:.2f}->{o:.2f}" for p, o, _ in bins[:: max(len(bins) // 6, 1)])
+        shown = "  ".join(f"{100 * p:.0f}->{100 * o:.0f}" for p, o, _ in bins[:: max(len(bins) // 6, 1)])
         table.add_row(cells.text(name), cells.number(reliability.get("expected_calibration_error"), 4), shown)
     return table
 
@@ -95,9 +95,10 @@ def _depths(document: Document) -> RenderableType | None:
     rows = [(name, lines) for name, lines in found.items() if lines]
     if not rows:
         return None
-    table = Rows.of("acceptance corrected by depth: a + b · its log-odds", *(f"{j + 1}" for j in range(len(rows[0][1]))))
+    table = Rows.of("acceptance corrected by depth: a + b · its log-odds", "a, by position", "b, by position")
     for name, lines in rows:
-        table.add_row(cells.text(name), *(f"{intercept:+.2f} {slope:.2f}" for intercept, slope in lines))
+        intercepts = " ".join(f"{intercept:+.2f}" for intercept, _ in lines)
+        table.add_row(cells.text(name), intercepts, " ".join(f"{slope:.2f}" for _, slope in lines))
     return table
 
 
@@ -177,6 +178,6 @@ def _changes(document: Document) -> RenderableType:
     return Group(*lines, table)
 
 
-def _one_in(count: int, most: int = 9) -> set[int]:
+def _one_in(count: int, most: int = 7) -> set[int]:
     """Up to `most` evenly spread indices, including the first and the last."""
     return {round(i * (count - 1) / max(min(most, count) - 1, 1)) for i in range(min(most, count))}

@@ -55,7 +55,7 @@ def engines(rows: Sequence[Document]) -> RenderableType:
                 "  ",
                 _presence(e),
                 f"  {cells.text(e.get('model_name'))}, drafter {cells.text(e.get('drafter_version'))},"
-                f" k {cells.number(e.get('draft_tokens_per_round'), 2)} of {cells.count(e.get('num_spec_tokens'))} by ",
+                f" k {cells.length(e.get('draft_tokens_per_round'))} of {cells.count(e.get('num_spec_tokens'))} by ",
                 (steering, "yellow" if fallback else ""),
             )
         )
@@ -67,16 +67,30 @@ def engines(rows: Sequence[Document]) -> RenderableType:
     return Group(*lines) if lines else Text("no engine has attached", "dim")
 
 
+def brief_engines(rows: Sequence[Document]) -> RenderableType:
+    """One line for each engine, cut where the screen ends."""
+    lines = []
+    for e in rows:
+        fallback = (e.get("policy") or {}).get("fallback")
+        figures = f"{cells.number(e.get('tokens_per_s'), 0)} tok/s, {cells.count(e.get('num_running'))} running"
+        drafted = f"k {cells.length(e.get('draft_tokens_per_round'))} of {cells.count(e.get('num_spec_tokens'))}"
+        parts = (f"{figures}, {drafted}", f" by {fallback}" if fallback else "", f", {cells.text(e.get('model_name'))}")
+        name = (cells.text(e.get("engine_id")), "bold")
+        lines.append(Text.assemble(name, "  ", _presence(e), "  ", *parts, no_wrap=True, overflow="ellipsis"))
+    return Group(*lines) if lines else Text("no engine has attached", "dim")
+
+
 def _presence(engine: Document) -> tuple[str, str]:
     if not engine.get("connected"):
         return "gone", "red"
     return ("asleep", "yellow") if engine.get("asleep") else ("connected", "green")
 
 
-def workloads(rows: Sequence[Document]) -> RenderableType:
-    """The drafter's acceptance on each workload, position by position."""
+def workloads(rows: Sequence[Document], *, is_brief: bool = False) -> RenderableType:
+    """The drafter's acceptance on each workload; at each position, from the first on, the share accepted of those reached."""
     columns = ("engine", "workload", "drafter", "rounds", "acc. length", "tokens/round", "acc. rate")
-    table = Rows.of(*columns, "by position (conditional)", "drift")
+    table = Rows.of(*columns, "by position, %", "drift")
+    table.is_brief = is_brief
     for w in rows:
         drift = w.get("drift") or {}
         state = str(drift.get("state") or cells.NOTHING)
@@ -85,10 +99,10 @@ def workloads(rows: Sequence[Document]) -> RenderableType:
             cells.text(w.get("workload")),
             cells.text(w.get("drafter_version")),
             cells.count(w.get("rounds")),
-            cells.number(w.get("acceptance_length"), 3),
-            cells.number(w.get("tokens_per_round"), 3),
+            cells.length(w.get("acceptance_length")),
+            cells.length(w.get("tokens_per_round")),
             cells.percent(w.get("acceptance_rate")),
-            " ".join(f"{p:.2f}" for p in w.get("by_position") or []) or cells.NOTHING,
+            cells.shares(w.get("by_position")),
             Text(state, STATE_STYLES.get(state, "")),
         )
     return table
@@ -170,8 +184,8 @@ def gate(rows: Iterable[Document]) -> RenderableType:
         table.add_row(
             cells.text(g.get("workload")),
             cells.count(g.get("sessions")),
-            cells.number(parent, 3),
-            cells.number(candidate, 3),
+            cells.length(parent),
+            cells.length(candidate),
             gain,
             interval,
             cells.number(g.get("p_value"), 3) if g.get("must_gain") else "",
@@ -268,8 +282,8 @@ def _acceptance(document: Document) -> RenderableType:
     for key, label in (("last_minute", "last minute"), ("total", "total")):
         a = document.get(key) or {}
         counts = [cells.count(a.get(k)) for k in ("rounds", "draft_tokens", "accepted_tokens")]
-        length, gained = cells.number(a.get("acceptance_length"), 3), cells.number(a.get("tokens_per_round"), 3)
-        rate, drafted = cells.percent(a.get("acceptance_rate")), cells.number(a.get("draft_tokens_per_round"), 2)
+        length, gained = cells.length(a.get("acceptance_length")), cells.length(a.get("tokens_per_round"))
+        rate, drafted = cells.percent(a.get("acceptance_rate")), cells.length(a.get("draft_tokens_per_round"))
         table.add_row(label, *counts, length, gained, rate, drafted)
     return table
 

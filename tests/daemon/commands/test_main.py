@@ -184,7 +184,7 @@ def test_a_daemon_s_address_without_http_is_wrong_usage(run: Run) -> None:
 def test_workloads_and_engines_show_figures(run: Run, engine: FakeEngine) -> None:
     (row,) = answer(run("workloads", "--window", "10m", "--json"))
     assert (row["rounds"], row["acceptance_length"]) == (8, 2.5)
-    assert "2.500" in run("workloads").stdout
+    assert "2.50" in run("workloads").stdout
     assert answer(run("engines", "--json"))[0]["num_spec_tokens"] == 3
     assert "engine-0" in run("engines").stdout
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import pty
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from honed.daemon.client.client import AdminClient, Unreachable
@@ -57,19 +59,54 @@ def test_bars() -> None:
     assert top.sparkline([], 5) == ""
 
 
+EVERYTHING = ("all is well", "engine-0", "[b]", "75 50", "tokens/s", "v0002-beef", "b fell", "recalibrate: train")
+
+
+def lines_of(frame: Frame, width: int, height: int) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=False)
+    console.print(top.screen(frame, height))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
+
+
 def test_a_screen_shows_everything() -> None:
-    for shown in (top.view(frame()), top.screen(frame())):
-        text = text_of(shown, width=120)
-        for part in ("all is well", "engine-0", "[b]", "0.75 0.50", "tokens/s", "v0002-beef", "b fell", "recalibrate: train"):
-            assert part in text, part
+    for text in (text_of(top.view(frame()), width=120), "\n".join(lines_of(frame(), 120, 40))):
+        assert [part for part in EVERYTHING if part not in text] == []
+
+
+def engine(number: int, **changes: Any) -> dict[str, Any]:
+    return HEALTHY["engines"][0] | {"engine_id": f"engine-{number}"} | changes
+
+
+def test_a_small_terminal_shows_the_newest_figures_and_something_of_every_part() -> None:
+    now = int(time.time())
+    rising = [point(now - t, delivered_tokens=1000 - t) for t in range(119, 1, -1)]
+    engines = [engine(0), engine(1), engine(2), engine(3, connected=False)]
+    full = frame(timeline={"points": rising, "marks": []}, status=HEALTHY | {"engines": engines})
+    lines = lines_of(full, 80, 24)
+    assert len(lines) == 24
+    assert max(map(len, lines)) == 80
+    (curve,) = (line for line in lines if "tokens/s  " in line)
+    assert float(curve.split()[2].replace(",", "")) >= 996.0, "the last complete second"
+    assert curve.rstrip("│ ").endswith("█")
+    text = "\n".join(lines)
+    for part in ("engine-3 is not connected", "engine-3  gone", "and 1 more: `honed engines`", "[b]", "drafter", "trainer"):
+        assert part in text, part
+    assert not any("…" in line for line in lines if "engine-0  " in line)
+
+
+def test_an_idle_server_shows_0_now() -> None:
+    now = int(time.time())
+    text = text_of(top.Curves(frame(timeline={"points": [point(now - 60)], "marks": []})), width=80)
+    assert [line.split("▁")[0].split()[-1] for line in text.splitlines() if "▁" in line] == ["0.00"] * 3
 
 
 def test_what_is_wrong_comes_first_and_is_never_cut_off() -> None:
     worse = frame(status=HEALTHY | {"problems": [f"problem {i}" for i in range(9)]}, trouble="no daemon is running")
-    text = text_of(top.screen(worse), width=100)
-    assert "no daemon is running; the data shown is old" in text
-    assert "problem 2" in text
-    assert "and 6 more: `honed status`" in text
+    for height, more in ((40, 6), (24, 8)):
+        text = "\n".join(lines_of(worse, 100, height))
+        assert "no daemon is running; the data shown is old" in text
+        assert f"problem {8 - more}" in text
+        assert f"and {more} more: `honed status`" in text
 
 
 def test_nothing_at_all_is_shown_too() -> None:

@@ -1,6 +1,7 @@
 """What is shown says what the document says, survives what is missing from it, and never reads a client's text as markup."""
 
 import io
+import re
 from typing import Any
 
 import msgspec
@@ -140,7 +141,7 @@ def test_the_worst_comes_first() -> None:
 
 def test_figures_are_shown_as_they_are() -> None:
     text = text_of(show.status(HEALTHY))
-    for figure in ("1,234,567", "3.250", "37.5 %", "goodput #12", "v0002-beef", "1:01:40", "0.021 s", "0.004 s"):
+    for figure in ("1,234,567", "3.25", "37.5 %", "goodput #12", "v0002-beef", "1:01:40", "0.021 s", "0.004 s"):
         assert figure in text
 
 
@@ -241,13 +242,79 @@ def wholes(operation: dict[str, Any]) -> set[str]:
     return {"op-7bdba40678a9", "recalibrate", "cancelled", "collecting", "operator", began, "14 days, 6:56:06"}
 
 
-@pytest.mark.parametrize("width", [40, 80, 120])
-def test_narrow_terminals_break_prose_and_nothing_else(width: int) -> None:
+def lines_of(renderable: RenderableType, width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(show.operations([OPERATION]), crop=False)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert [part for part in wholes(OPERATION) if part not in lines[1]] == []
-    assert len(lines) > 2, "the reason goes on below"
+    console.print(renderable, crop=False)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_narrow_terminals_show_every_cell_whole_and_reasons_below_their_row(width: int) -> None:
+    lines = lines_of(show.operations([OPERATION, OPERATION]), width)
+    assert max(map(len, lines)) <= width
+    text = " ".join(line.strip() for line in lines)
+    assert [part for part in wholes(OPERATION) if text.count(part) != 2] == []
+    first, second = (number for number, line in enumerate(lines) if OPERATION["operation_id"] in line)
+    assert OPERATION["reason"] in " ".join(line.strip() for line in lines[first:second])
+
+
+VERSION = "v0012-2f1c9be4"
+NAMES = {"gain"}
+WIDE: list[tuple[str, RenderableType]] = [
+    (
+        "workloads",
+        show.workloads(
+            [
+                {
+                    "engine_id": "engine-0",
+                    "workload": "code-completion-for-editors",
+                    "drafter_version": VERSION,
+                    "rounds": 1234567,
+                    "acceptance_length": 2.5,
+                    "tokens_per_round": 2.25,
+                    "acceptance_rate": 0.3,
+                    "by_position": [0.61 - 0.01 * j for j in range(15)],
+                    "drift": {"state": "drifted"},
+                }
+            ]
+        ),
+    ),
+    (
+        "drafters",
+        show.drafters(
+            {
+                "aliases": {"active": VERSION, "previous": VERSION},
+                "versions": [{"version": VERSION, "parent": "v0011-2f1c9be4", "note": "of " * 40, "sha256": "0" * 64}],
+            }
+        ),
+    ),
+    (
+        "audit",
+        show.audit(
+            [{"t": 1.0, "actor": "operator", "action": "recalibrate", "subject": "op-7bdba40678a9", "reason": "why " * 30}]
+        ),
+    ),
+    (
+        "overrides",
+        show.overrides([{"name": "draft_tokens", "value": "7", "ttl_s": 600, "reason": "why " * 30, "actor": "operator"}]),
+    ),
+    (
+        "canaries",
+        show.canaries(
+            [{"operation_id": "op-7bdba40678a9", "kind": "canary", "new": VERSION, "old": VERSION, "text": "t " * 60}]
+        ),
+    ),
+    ("acceptance", show.status(HEALTHY)),
+]
+
+
+@pytest.mark.parametrize(("name", "shown"), WIDE, ids=[name for name, _ in WIDE])
+def test_no_line_is_wider_than_a_small_terminal(name: str, shown: RenderableType) -> None:
+    """The figures of a row stand on one line; what has no room there goes below, whole words a line."""
+    lines = lines_of(shown, 80)
+    assert max(map(len, lines)) <= 80
+    wide, narrow = (re.findall(r"[\w%.,µ-]+", " ".join(one)) for one in (lines_of(shown, 400), lines))
+    assert set(wide) - set(narrow) <= NAMES, "nothing but names of empty columns is left out"
 
 
 def test_wide_terminals_break_nothing() -> None:
