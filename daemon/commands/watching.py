@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from honed.daemon.client.client import AdminClient
 from honed.daemon.client.visible import SafeConsole
@@ -24,6 +26,8 @@ STAGES = {
     "watching": "watching live acceptance",
     "done": "done",
 }
+SPEED_S = 180.0
+"""Seconds of a training over which its speed is measured: pauses for requests belong to it."""
 SAYS = {"waiting": "waiting: the engine is busy or asleep", "paused": "paused by an operator"}
 
 
@@ -56,10 +60,12 @@ def progress(view: View) -> str:
 
 
 def share_done(view: View) -> float | None:
-    """Share of the training that is done, 0 … 1, by steps or by time; None if unknown."""
+    """Share of the training that is done, 0 … 1, by steps or by time; None if unknown, and in stages of unknown length."""
     detail = view.get("detail") or {}
-    if view.get("stage") in ("gating", "canary", "swapping", "watching", "done"):
+    if view.get("stage") == "done":
         return 1.0
+    if view.get("stage") != "training":
+        return None
     shares = [
         detail[done] / detail[most]
         for done, most in (("steps", "max_steps"), ("train_seconds", "max_seconds"))
@@ -86,12 +92,20 @@ def _lines(views: Iterable[View], console: Console) -> View:
     return view
 
 
+class _TimeLeft(ProgressColumn):
+    """The time that is left at the speed of the last minutes."""
+
+    def render(self, task: Task) -> Text:
+        left_s = task.time_remaining
+        return Text("" if left_s is None or task.finished else f"{timedelta(seconds=int(left_s))} left", "cyan")
+
+
 def _bar(views: Iterable[View], console: Console) -> View:
     what = TextColumn("{task.description}", markup=False)
     facts = TextColumn("{task.fields[facts]}", markup=False)
-    columns = (SpinnerColumn(), what, BarColumn(), facts)
+    columns = (SpinnerColumn(), what, BarColumn(12), facts, TimeElapsedColumn(), _TimeLeft())
     view: View = {}
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as shown:
+    with Progress(*columns, console=console, transient=True, speed_estimate_period=SPEED_S) as shown:
         task: TaskID = shown.add_task("waiting", total=None, facts="")
         for view in views:
             share = share_done(view)
@@ -100,6 +114,6 @@ def _bar(views: Iterable[View], console: Console) -> View:
                 description=headline(view),
                 total=None if share is None else 1.0,
                 completed=share or 0.0,
-                facts=progress(view),
+                facts=show.steps_line(view.get("detail") or {}) if view.get("stage") == "training" else "",
             )
     return view

@@ -332,10 +332,15 @@ def beside_line(trainer: Document) -> str:
 
 def progress_line(trainer: Document) -> str:
     """Progress of a training run: samples read, steps, loss."""
-    samples, sessions, steps, most = (trainer.get(k) or 0 for k in ("samples", "sessions", "steps", "max_steps"))
-    of = f"/{most:,}" if most else ""
+    samples, sessions = (trainer.get(k) or 0 for k in ("samples", "sessions"))
+    return f"{samples:,} samples of {sessions:,} sessions, {steps_line(trainer)}"
+
+
+def steps_line(trainer: Document) -> str:
+    """Steps and loss of a training run."""
+    steps, most = (trainer.get(k) or 0 for k in ("steps", "max_steps"))
     loss = f", loss {trainer['loss']:.3f}" if trainer.get("loss") else ""
-    return f"{samples:,} samples of {sessions:,} sessions, step {steps:,}{of}{loss}"
+    return f"step {steps:,}{f'/{most:,}' if most else ''}{loss}"
 
 
 def _took(document: Document) -> float | None:
