@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
-from honed.daemon.client.terminal import Connection, JsonFlag, end_with, print_json
-from honed.daemon.client.visible import SafeConsole
+from honed.daemon.client.terminal import Connection, JsonFlag, end_with, print_json, put
 from honed.daemon.doctor.check import Check, exit_code, worst_first
 
 SIGNS = {"error": ("✗", "red"), "warning": ("!", "yellow"), "unknown": ("?", "dim"), "ok": ("✓", "green")}
@@ -41,7 +41,7 @@ def doctor(
         if as_json:
             print_json({"checks": [asdict(check) for check in checks]})
         else:
-            SafeConsole(soft_wrap=True).print(view(checks))
+            put(view(checks))
 
     end_with(exit_code(checks), answer)
 
@@ -53,7 +53,9 @@ def view(checks: Sequence[Check]) -> RenderableType:
         sign, style = SIGNS[check.level]
         lines.append(Text.assemble((f"{sign} {check.subject}: ", style), check.text))
         if check.cure and check.level != "ok":
-            lines.append(Text.assemble(("    → ", "dim"), check.cure))
+            cure = Table.grid()
+            cure.add_row(Text("    → ", "dim"), Text(check.cure))
+            lines.append(cure)
     counts = {level: sum(check.level == level for check in checks) for level in SIGNS}
     words = (
         ("error", "error", "errors"),

@@ -39,6 +39,7 @@ class Stack:
     """All of it, running."""
 
     folder: Path
+    runtime_dir: Path
     client: AdminClient
     server: Server
     prometheus: Prometheus
@@ -197,7 +198,8 @@ def running(folder: Path, runtime_dir: Path) -> Iterator[Stack]:
         traffic.start()
         try:
             page_url, instances = f"http://{listen}/", (listen, elsewhere)
-            yield Stack(folder, client, server, prometheus, alertmanager, traffic, page_url, start_s, neighbour, instances)
+            watchers = (prometheus, alertmanager)
+            yield Stack(folder, runtime_dir, client, server, *watchers, traffic, page_url, start_s, neighbour, instances)
         finally:
             traffic.stop()
             (folder / "status.json").write_text(json.dumps(client.get("/v1/status"), indent=1))

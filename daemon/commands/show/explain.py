@@ -109,10 +109,10 @@ def _step_times(document: Document) -> RenderableType:
         return Text(f"step times are unknown yet: {_missing(document, model)}", "yellow")
     lengths = range(len(prices[0]["by_length"]))
     chosen = _one_in(len(lengths))
-    table = Rows.of("predicted ms of a step", *(f"k {k}" for k in lengths if k in chosen))
+    table = Rows.of("predicted ms of a step, by requests", *(f"k {k}" for k in lengths if k in chosen))
     for row in prices:
         shown = (f"{ms:.2f}" for k, ms in enumerate(row["by_length"]) if k in chosen)
-        table.add_row(f"{row['num_requests']} requests", *shown)
+        table.add_row(str(row["num_requests"]), *shown)
     typical = model.get("measured_seconds"), model.get("predicted_seconds")
     measured, predicted = (cells.number(1e3 * s if isinstance(s, int | float) else None, 2) for s in typical)
     spread = cells.percent(model.get("spread"))
