@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -139,7 +140,11 @@ def _running(settings: Settings, status: dict[str, Any] | None) -> Iterator[Chec
     """Check servers on this machine. An engine attached from elsewhere shows that they run in a container."""
     found = vllm_processes.running()
     runtime_dir = settings.paths.runtime_dir
+    others = doctor_vllm.others(found, os.geteuid(), str(runtime_dir))
+    yield from (check for _, check in others)
     for process in found:
+        if any(process is other for other, _ in others):
+            continue
         group, registry = _group_of(runtime_dir), settings.paths.registry
         yield from doctor_vllm.check_process(process, str(runtime_dir), group, registry, partial(_config_of, process))
     if not found and not any(engine.get("connected") for engine in (status or {}).get("engines") or []):

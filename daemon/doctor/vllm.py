@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import grp
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,37 @@ def check_command(command: VllmCommand, subject: str, read_config: ReadConfig, *
             yield Check(subject, "unknown", f"drafter and target not compared: {unseen} isn't a folder on this machine")
         else:
             yield from check_pair(target, drafter, subject, command.drafter, command.max_model_len)
+
+
+def is_without_honed(process: VllmProcess) -> bool:
+    """Tell whether nothing of a server's command or known environment names honed."""
+    flags = (process.command.scheduler_cls, process.command.worker_extension_cls)
+    named = any(flag.startswith("honed.") for flag in flags if flag)
+    return not named and not _runtime_dir(process.environment or {}) and not process.command.config_file
+
+
+def others(processes: Sequence[VllmProcess], user: int, runtime_dir: str) -> list[tuple[VllmProcess, Check]]:
+    """Find the servers that aren't this honed's to tune, and what to say of them.
+
+    They belong to another daemon that is there; or they are without honed, beside one that has it or of another user.
+
+    Args:
+        user: who asks; 0, root, may ask for any user's server.
+    """
+    without = [process for process in processes if is_without_honed(process)]
+    found = []
+    for process in processes:
+        subject, theirs = f"vLLM (process {process.pid})", _runtime_dir(process.environment or {})
+        if process in without and (len(without) < len(processes) or user not in (0, process.uid)):
+            text, cure = f"runs without honed, as user {process.uid}", f"If it is to be tuned: {PRINT_ARGS}"
+            found.append((process, Check(subject, "warning", text, cure)))
+        elif theirs not in ("", runtime_dir.rstrip("/")) and os.path.exists(process.at(Path(theirs) / "engine.sock")):
+            found.append((process, Check(subject, "ok", f"belongs to the honed in {theirs}")))
+    return found
+
+
+def _runtime_dir(environment: dict[str, str]) -> str:
+    return environment.get("HONED_RUNTIME_DIR", "").strip().rstrip("/")
 
 
 def check_process(
@@ -255,11 +286,11 @@ def _trains(
 
 
 def _finds_daemon(environment: dict[str, str], subject: str, runtime_dir: str) -> Iterator[Check]:
-    theirs = environment.get("HONED_RUNTIME_DIR", "").strip()
+    theirs = _runtime_dir(environment)
     if not theirs:
         cure = f"Set HONED_RUNTIME_DIR={runtime_dir} for vLLM (`honed vllm-args`), and restart it."
         yield Check(subject, "error", "HONED_RUNTIME_DIR isn't set for it: honed isn't loaded", cure)
-    elif theirs.rstrip("/") != runtime_dir.rstrip("/"):
+    elif theirs != runtime_dir.rstrip("/"):
         cure = f"Set both to the same folder: HONED_RUNTIME_DIR={runtime_dir} for vLLM, or --runtime-dir {theirs} for honed."
         yield Check(subject, "error", f"looks for the daemon in {theirs}, but it is in {runtime_dir}", cure)
 

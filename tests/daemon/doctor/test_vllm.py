@@ -237,7 +237,7 @@ def test_a_sound_process_is_all_well(tmp_path: Path) -> None:
     ("changes", "says", "cure"),
     [
         ({"environment": {}}, "HONED_RUNTIME_DIR isn't set", "Set HONED_RUNTIME_DIR=/run/honed"),
-        ({"environment": {"HONED_RUNTIME_DIR": "/tmp/x/"}}, "looks for the daemon in /tmp/x/", "same folder"),
+        ({"environment": {"HONED_RUNTIME_DIR": "/tmp/x/"}}, "looks for the daemon in /tmp/x", "same folder"),
         ({"groups": frozenset({1})}, "is not in the group of /run/honed", "usermod -aG honed"),
     ],
 )
@@ -246,6 +246,36 @@ def test_what_is_wrong_around_a_process(tmp_path: Path, changes: dict[str, Any],
     assert found.level == "error"
     assert says in found.text
     assert cure in found.cure
+
+
+def bare(tmp_path: Path, **changes: Any) -> VllmProcess:
+    return process(tmp_path, command=command(*speculative()), environment={}, **changes)
+
+
+def test_a_server_without_honed_is_an_error_only_where_it_may_be_meant(tmp_path: Path) -> None:
+    forgotten, tuned, hidden = bare(tmp_path), process(tmp_path, pid=8), process(tmp_path, pid=9, environment=None)
+
+    def named(user: int, *processes: VllmProcess) -> list[int]:
+        found = doctor_vllm.others(processes, user, "/run/honed")
+        assert {(check.level, check.text) for _, check in found} <= {("warning", "runs without honed, as user 1000")}
+        return [one.pid for one, _ in found]
+
+    assert named(1000, forgotten) == []
+    assert named(0, forgotten) == [], "root asks for any user"
+    assert named(1001, forgotten) == [7]
+    assert named(1000, forgotten, tuned) == [7]
+    assert named(0, forgotten, hidden) == [7], "the flags of the other one tell"
+    assert named(1001, tuned, hidden) == []
+    assert any(check.level == "error" for check in of_process(forgotten))
+
+
+def test_another_daemons_server_is_none_of_ours(tmp_path: Path) -> None:
+    theirs = process(tmp_path, environment={"HONED_RUNTIME_DIR": f"{tmp_path}/"})
+    assert doctor_vllm.others([theirs], 0, "/run/honed") == [], "nobody is there"
+    (tmp_path / "engine.sock").touch()
+    ((_, check),) = doctor_vllm.others([theirs], 0, "/run/honed")
+    assert (check.level, check.text) == ("ok", f"belongs to the honed in {tmp_path}")
+    assert doctor_vllm.others([theirs], 0, str(tmp_path)) == []
 
 
 def test_honed_missing_from_vllms_own_environment(tmp_path: Path) -> None:
