@@ -21,6 +21,7 @@ from honed.daemon.client.terminal import (
     say,
 )
 from honed.daemon.client.visible import visible_document
+from honed.daemon.commands import completion
 from honed.daemon.commands.show import status as show
 from honed.daemon.commands.watching import follow
 
@@ -66,7 +67,7 @@ def recalibrate(
 
 def promote(
     context: typer.Context,
-    version: Annotated[str, typer.Argument(help="Version in the registry.")],
+    version: Annotated[str, typer.Argument(help="Version in the registry.", autocompletion=completion.versions)],
     force: Annotated[
         bool, typer.Option("--force", help="Even if no engine is connected, it is active already, or it failed; unwatched.")
     ] = False,
@@ -98,7 +99,7 @@ def rollback(
 
 def verify(
     context: typer.Context,
-    engine: Annotated[str, typer.Argument(help="Engine, from `honed engines`.")],
+    engine: Annotated[str, typer.Argument(help="Engine, from `honed engines`.", autocompletion=completion.engines)],
     wait: Wait = True,
     reason: Reason = "",
     as_json: JsonFlag = False,
@@ -111,7 +112,7 @@ def verify(
 
 def cancel(
     context: typer.Context,
-    operation_id: Annotated[str, typer.Argument(help="From `honed operations`.")],
+    operation_id: Annotated[str, typer.Argument(help="From `honed operations`.", autocompletion=completion.running)],
     reason: Reason = "",
     as_json: JsonFlag = False,
 ) -> None:
@@ -153,7 +154,9 @@ overrides.command("list", help="Overrides in force.")(listing("/v1/overrides", s
 @overrides.command("set")
 def set_override(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="draft_tokens, capture_share or policy.")],
+    name: Annotated[
+        str, typer.Argument(help="draft_tokens, capture_share or policy.", autocompletion=completion.override_names)
+    ],
     value: Annotated[str, typer.Argument(help="For example 0, 0.25 or off.")],
     ttl: Annotated[str, typer.Option(help="How long: 90s, 10m, 2h.")] = "10m",
     reason: Reason = "",
@@ -168,7 +171,9 @@ def set_override(
 
 @overrides.command("clear")
 def clear_override(
-    context: typer.Context, name: Annotated[str, typer.Argument(help="Override.")], as_json: JsonFlag = False
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Override.", autocompletion=completion.overrides)],
+    as_json: JsonFlag = False,
 ) -> None:
     """Return the decision to the controller."""
     with connect(context) as client:

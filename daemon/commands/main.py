@@ -34,7 +34,7 @@ from honed.daemon.client.terminal import (
 )
 from honed.daemon.client.visible import SafeConsole, abandon_output, prepare_streams, visible_document
 from honed.daemon.commands import calibrate as calibrate_command
-from honed.daemon.commands import changes, dashboards, replay, top
+from honed.daemon.commands import changes, completion, dashboards, replay, top
 from honed.daemon.commands import doctor as doctor_command
 from honed.daemon.commands import install as install_commands
 from honed.daemon.commands import retention as retention_command
@@ -183,7 +183,7 @@ def workloads(
 @app.command()
 def operations(
     context: typer.Context,
-    operation_id: Annotated[str, typer.Argument(help="One operation in full.")] = "",
+    operation_id: Annotated[str, typer.Argument(help="One operation in full.", autocompletion=completion.operations)] = "",
     as_json: JsonFlag = False,
 ) -> None:
     """List running and past recalibrations, promotions and roll-backs."""
@@ -197,7 +197,9 @@ def operations(
 @app.command()
 def canary(
     context: typer.Context,
-    operation_id: Annotated[str, typer.Argument(help="One trial, with its evidence over time.")] = "",
+    operation_id: Annotated[
+        str, typer.Argument(help="One trial, with its evidence over time.", autocompletion=completion.canaries)
+    ] = "",
     as_json: JsonFlag = False,
 ) -> None:
     """List running and past trials of one drafter version against another on live traffic."""
@@ -211,7 +213,7 @@ def canary(
 @app.command()
 def explain(
     context: typer.Context,
-    engine_id: Annotated[str, typer.Argument(help="Engine; default: all.")] = "",
+    engine_id: Annotated[str, typer.Argument(help="Engine; default: all.", autocompletion=completion.engines)] = "",
     as_json: JsonFlag = False,
 ) -> None:
     """Show the controller's estimates, which set how many tokens an engine drafts."""
