@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import httpx2
 
-from honed.daemon.errors import HonedError, RequestError, UnknownError
+from honed.daemon.errors import HonedError, RequestError
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -59,12 +59,12 @@ class Refused(AdminError, ValueError):
         super().__init__(message, cure=cure)
         self.status = status
         self.problem = dict(problem)
-        self.exit_code = EXIT_USAGE if status in (400, 404, 405, 422) else EXIT_FAILED
+        self.exit_code = EXIT_USAGE if status in (400, 405, 422) else EXIT_FAILED
 
 
 def exit_code_of(error: HonedError) -> int:
     """Exit code of a command that failed without the daemon: the same as for the daemon's refusal."""
-    return EXIT_USAGE if isinstance(error, RequestError | UnknownError) else EXIT_FAILED
+    return EXIT_USAGE if isinstance(error, RequestError) else EXIT_FAILED
 
 
 class AdminClient:

@@ -92,7 +92,7 @@ def test_an_answer_that_is_not_json_is_somebody_else(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("status", "exit_code"),
-    [(400, EXIT_USAGE), (404, EXIT_USAGE), (409, EXIT_FAILED), (412, EXIT_FAILED), (422, EXIT_USAGE), (503, EXIT_FAILED)],
+    [(400, EXIT_USAGE), (404, EXIT_FAILED), (409, EXIT_FAILED), (412, EXIT_FAILED), (422, EXIT_USAGE), (503, EXIT_FAILED)],
 )
 def test_a_refusal_carries_the_problem_and_an_exit_code(path: Path, status: int, exit_code: int) -> None:
     problem = {"type": "about:blank", "title": "No", "status": status, "detail": "because it is Friday"}

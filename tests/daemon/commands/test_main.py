@@ -168,7 +168,7 @@ def test_the_port_for_metrics_is_told_from_the_admin_api(run: Run, paths: dict[s
         stack.callback(structlog.reset_defaults)
         start(load(None, {"paths": paths, "http": {"metrics_listen": f"127.0.0.1:{port}"}}), stack)
         result = run("--url", f"http://127.0.0.1:{port}", "status")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert f"isn't a route of 127.0.0.1:{port}" in result.stderr
     assert "honed's port for metrics" in result.stderr
     assert "admin.sock" in result.stderr
@@ -199,13 +199,13 @@ def test_explain_gives_beliefs_of_each_engine(run: Run, engine: FakeEngine) -> N
     assert list(answer(run("explain", "--json"))) == ["engine-0"]
     assert "engine-0" in run("explain").stdout
     result = run("explain", "nobody")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "nobody" in result.stderr
 
 
-def test_an_unknown_operation_ends_with_2(run: Run, daemon: None) -> None:
+def test_an_unknown_operation_ends_with_1(run: Run, daemon: None) -> None:
     result = run("operations", "op-none")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "op-none" in result.stderr
 
 
@@ -404,9 +404,9 @@ def test_export_to_stdout_is_only_rows(run: Run, engine: FakeEngine) -> None:
     assert "8 rounds" in result.stderr
 
 
-def test_export_without_a_database_ends_with_2(run: Run, tmp_path: Path) -> None:
+def test_export_without_a_database_ends_with_1(run: Run, tmp_path: Path) -> None:
     result = run("events", "export", "--out", tmp_path / "x")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "no database" in result.stderr
 
 

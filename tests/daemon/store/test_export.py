@@ -10,7 +10,7 @@ import pytest
 from sqlite_utils import Database
 
 from honed.adapt.protocol import wire
-from honed.daemon.client.client import EXIT_USAGE, exit_code_of
+from honed.daemon.client.client import EXIT_FAILED, EXIT_USAGE, exit_code_of
 from honed.daemon.errors import RequestError, UnknownError
 from honed.daemon.store import export
 from honed.daemon.store.export import Chosen, ExportError
@@ -188,7 +188,7 @@ def test_what_cannot_be_read_is_counted_and_left_out(tmp_path: Path) -> None:
 def test_a_missing_database_is_not_made(tmp_path: Path) -> None:
     with pytest.raises(UnknownError, match="no database") as caught:
         export.export(tmp_path / "honed.db", str(tmp_path / "x"), "jsonl", Chosen())
-    assert exit_code_of(caught.value) == EXIT_USAGE
+    assert exit_code_of(caught.value) == EXIT_FAILED
     assert list(tmp_path.iterdir()) == []
 
 
