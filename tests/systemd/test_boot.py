@@ -109,6 +109,11 @@ def play(machine: Machine, workload: str, file: str, count: int) -> dict[str, An
     return played
 
 
+def stored_rounds(machine: Machine) -> int:
+    """All that are on disk, those without drafts included: drafting hardly pays for so small a target."""
+    return len(machine.run("honed", "events", "export", "--out", "-").stdout.splitlines())
+
+
 def life_of_vllm(machine: Machine) -> tuple[str, str]:
     """Its process and how often it was restarted."""
     found = machine.show("vllm.service", "MainPID", "NRestarts")
@@ -237,12 +242,12 @@ def test_over_tcp_a_token_is_needed_and_the_reading_one_only_reads(machine: Mach
 
 
 def test_a_killed_daemon_comes_back_and_vllm_serves_on(machine: Machine) -> None:
-    before, rounds = life_of_vllm(machine), engine(machine)["rounds"]
+    before, rounds = life_of_vllm(machine), stored_rounds(machine)
     machine.run("systemctl", "kill", "--signal=SIGKILL", "honed.service")
     played = play(machine, "a", "prompts_a.jsonl", 16)
     wait_serving(machine)
     assert machine.show("honed.service", "NRestarts")["NRestarts"] == "1"
-    machine.until(lambda: engine(machine).get("rounds", 0) > rounds, "the rounds of meanwhile", 60, "honed.service")
+    machine.until(lambda: stored_rounds(machine) > rounds, "the rounds of meanwhile", 60, "honed.service")
     assert engine(machine)["lost_rounds"] == 0
     assert played["tokens"] > 0
     assert life_of_vllm(machine) == before
