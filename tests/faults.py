@@ -42,6 +42,7 @@ FAULTS = (
     "a rare kind of steps whose effect was lost",
     # the daemon, and files that others can write
     "connections until descriptors run out",
+    "connections without end from other hosts",
     "answers that nobody reads",
     "messages that never end",
     "headers and manifests without end",

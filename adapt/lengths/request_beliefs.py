@@ -25,6 +25,8 @@ REQUEST_FORGETTING_ROUNDS = 128.0
 _MOST_SLOTS = 1 << 20
 _MOST_LABELS = 1024
 _NO_END = 1 << 62
+UNHEARD_STEPS = 4
+"""Steps from a request's first round to the first decision that knows of it, where vLLM schedules ahead; and one more."""
 MIDDLE = NUM_THETAS // 2 + 0.5
 HALF_STEP = 0.5 / THETA_STEPS
 REQUEST_DECAY = math.exp(-1.0 / REQUEST_FORGETTING_ROUNDS)
@@ -59,6 +61,8 @@ class RequestBeliefs:
         """Requests that can take fewer than K drafts since the last rounds, and how many; some may be over."""
         self._uncounted_steps = 0
         """Steps of the last batch whose tokens, one for each request, are to be added to the contexts."""
+        self._unheard_steps = UNHEARD_STEPS
+        """Steps to come in which some request may be near its end, though no round of it has been heard of yet."""
         self._tables, self._num_priced = tables, 0
         self._arguments: tuple[object, ...] = ()
         """Arguments of `compiled.decide` that hold for every step under one policy."""
@@ -86,7 +90,7 @@ class RequestBeliefs:
 
     def use(self, tables: PolicyTables) -> None:
         """Use these tables from now on."""
-        self._tables, self._num_priced = tables, 0
+        self._tables, self._num_priced, self._unheard_steps = tables, 0, UNHEARD_STEPS
         self._rows = [tables.row_of_workload.get(name, 0) for name in self._labels]
         self.known["row"] = np.array(self._rows, dtype=np.int64)[self._label]
         if not tables.has_shift:
@@ -171,6 +175,8 @@ class RequestBeliefs:
             most, ceiling = self.num_spec_tokens, int(self._limit[slot])
             if not self._tables.shared_lengths:  # this step samples a token, the next round one beside its drafts
                 ceiling = max(min(ceiling, end - num_tokens - 2), 0)
+            if end - num_tokens - 2 < most + UNHEARD_STEPS:
+                self._unheard_steps = UNHEARD_STEPS
             self.num_ceilings += (ceiling < most) - (int(self.ceiling[slot]) < most)
             self.context[slot], self.known["end"][slot], self.ceiling[slot] = num_tokens, end, ceiling
 
@@ -180,10 +186,11 @@ class RequestBeliefs:
         """Note contexts, of every `every`-th request of a batch from `first` on, and count on a token more of each request.
 
         No ceiling stays above what the request can still take, unless all requests of a step get the same length. Without
-        contexts to note, only the steps are counted then, and `ending` alone tells of what is near its end.
+        contexts to note, only the steps are counted then: once its rounds are known, `ending` tells of what is near its end.
         """
         self.ending = []
-        if contexts is None and not are_equal:
+        self._unheard_steps -= self._unheard_steps > 0
+        if contexts is None and not are_equal and not self._unheard_steps:
             self._slots_of(request_ids)
             self._uncounted_steps += 1
             return
