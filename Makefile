@@ -7,7 +7,7 @@ STAMP := $(VENV)/.honed-setup
 # The engine: vLLM's CUDA build where there is an NVIDIA GPU, else its CPU build. ENGINE=cpu|vllm overrides.
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
-.PHONY: setup demo test test-faults test-proofs test-trees test-runners test-parallel test-calibrate test-api test-systemd
+.PHONY: setup demo test test-share test-faults test-proofs test-trees test-runners test-parallel test-calibrate test-api test-systemd
 .PHONY: test-observability test-zoo
 .PHONY: contract lint structure typecheck dashboards docs reference dist clean help
 .PHONY: bench gpu
@@ -61,6 +61,11 @@ test: setup
 	@echo "== tests (the real engine included: some 25 minutes on two cores)"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(WITH_ENGINES:%=--ignore=%)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(if $(filter cpu,$(ENGINE)),2,1) --dist loadgroup --no-loadscope-reorder $(WITH_ENGINES)
+
+test-share: setup
+	@echo "== two hosts share versions on an S3 server: well, gone, mute, full, cut off, hostile (some 2 minutes)"
+	@$(BIN)/python -m pip install --quiet -e ".[s3]" "moto[server]>=5"
+	@HONED_TEST_SHARE=1 $(BIN)/python -m pytest tests/daemon/share tests/recalib/registry/test_shared.py
 
 test-faults: setup
 	@echo "== what attacks have found, and what was mended since (some 4 minutes on two cores)"

@@ -12,7 +12,8 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import structlog
@@ -33,6 +34,8 @@ from honed.recalib.registry.shared import SharedRegistry
 
 log = structlog.get_logger("honed.sharing")
 
+MOST_CLOSE_S = 10.0
+"""Longest wait for a running copy when the daemon ends."""
 _CREDENTIALS = re.compile(r"//\S*@")
 """A secret may have a slash in it."""
 
@@ -65,8 +68,10 @@ class Sharing:
         self._lifecycle, self._canaries, self._drafters, self._eligible = lifecycle, canaries, drafters, eligible
         self._store, self._operations, self._journal = store, operations, journal
         self._lock, self._clock = lock, clock
-        self._thread = ThreadPoolExecutor(1, "honed-sharing")
-        self._is_exchanging = False
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # A daemon thread: what waits for a mute server can't be ended otherwise.
+        self._thread = threading.Thread(target=self._run, name="honed-sharing", daemon=True)
+        self._is_exchanging = self._is_closing = False
         self._next_s = float("-inf")
         self._seen: set[str] = set()
         """Weights fetched or pushed since the daemon started; those removed here aren't fetched again."""
@@ -84,9 +89,10 @@ class Sharing:
             return
         if not self._is_loaded:
             self._is_loaded, self._untried = True, self._left_untried()
+            self._thread.start()
         if now_s >= self._next_s and not self._is_exchanging:
             self._next_s, self._is_exchanging = now_s + self._settings.poll_s, True
-            self._thread.submit(self._exchange, self._shared)
+            self._work.put(partial(self._exchange, self._shared))
         if self._untried and self._settings.try_fetched:
             self._try_out(self._untried)
 
@@ -95,8 +101,11 @@ class Sharing:
         self._next_s = float("-inf")
 
     def close(self) -> None:
-        """Wait for a running copy."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Wait for a running copy, but not for long: a version exists there once its manifest does, which comes last."""
+        self._is_closing = True
+        self._work.put(None)
+        if self._thread.is_alive():
+            self._thread.join(MOST_CLOSE_S)
 
     def view(self) -> dict[str, Any] | None:
         """Document for the status; None without sharing."""
@@ -112,6 +121,13 @@ class Sharing:
         }
 
     # --- on its own thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None and not self._is_closing:
+            try:
+                work()
+            except Exception as error:  # the boundary: the next work must run
+                log.exception("versions can't be shared", error=str(error))
 
     def _exchange(self, shared: SharedRegistry) -> None:
         try:
@@ -134,8 +150,6 @@ class Sharing:
             log.warning("versions can't be shared", error=str(error))
             with self._lock:
                 self.errors, self.last_error = self.errors + 1, without_credentials(str(error))
-        except Exception as error:  # the boundary: the next check must run
-            log.exception("versions can't be shared", error=str(error))
         finally:
             self._is_exchanging = False
 
@@ -175,7 +189,7 @@ class Sharing:
         if not self._rollout.is_quiet or not self._eligible.swappable(version):
             return
         self._untried = ""
-        self._thread.submit(self._read_and_try, version)
+        self._work.put(partial(self._read_and_try, version))
 
     def _read_and_try(self, version: str) -> None:
         self._drafters.read_ahead(version)

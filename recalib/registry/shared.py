@@ -24,6 +24,9 @@ from honed.recalib.registry.registry import Registry
 
 T = TypeVar("T")
 
+_ONE_ATTEMPT = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
+_OPTIONS: dict[str, dict[str, Any]] = {"s3": _ONE_ATTEMPT, "s3a": _ONE_ATTEMPT}
+"""By protocol. s3fs repeats a request by itself: botocore's own repetitions would make it 25 times 15 s."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -42,7 +45,7 @@ class SharedRegistry:
         except ImportError as error:
             raise RegistryError(f"registry.url = {url!r} needs fsspec: pip install '/path/to/honed[shared]'") from error
         try:
-            self._fs, self._root = fsspec.core.url_to_fs(url)
+            self._fs, self._root = fsspec.core.url_to_fs(url, **_OPTIONS.get(url.partition(":")[0], {}))
         except (ImportError, ValueError) as error:  # "Install s3fs to access S3", "Protocol not known: …"
             raise RegistryError(f"registry.url = {url!r} can't be used: {error}") from error
         self._versions = f"{self._root.rstrip('/')}/versions"
@@ -124,7 +127,8 @@ class SharedRegistry:
                 place = f"{self._versions}/{name}/{MANIFEST}"
                 if self._size(place) is None:
                     return None
-                text = self._fs.cat_file(place, 0, MAX_DOCUMENT_BYTES)  # a longer one is cut, and so isn't JSON
+                # A longer one is cut, and so isn't JSON. By name: s3fs has another parameter before these.
+                text = self._fs.cat_file(place, start=0, end=MAX_DOCUMENT_BYTES)
                 manifest = msgspec.json.decode(text, type=Manifest)
             except (FileNotFoundError, msgspec.DecodeError):
                 return None

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -15,69 +11,17 @@ from fastapi.testclient import TestClient
 from honed.daemon.api.app import make_app
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import load
-from honed.daemon.store.operations import Operation
 from honed.daemon.views.findings import findings
 from honed.daemon.views.views import status
-from honed.recalib.registry.manifest import Manifest, RegistryError
+from honed.recalib.registry.manifest import RegistryError
 from tests.daemon.conftest import flags_in, wait_for
 from tests.daemon.exposition import scrape
-from tests.daemon.fake_engine import ServingEngine
-from tests.daemon.lifecycle.test_lifecycle import write_checkpoint
-
-
-@dataclasses.dataclass
-class Host:
-    """One of them."""
-
-    service: Service
-    engine: ServingEngine
-    target: Path
-
-    def make(self, value: float) -> Manifest:
-        """A version as the trainer would make it."""
-        registry = self.service.drafters.registry
-        parent = self.service.drafters.active
-        return registry.create(
-            lambda folder: write_checkpoint(folder, value), parent=parent, scope="kv-frozen", target_path=str(self.target)
-        )
-
-    def promote(self, version: str) -> None:
-        with self.service.lock:
-            operation = self.service.lifecycle.promote(version, reason="test", actor="test", force=True)
-        self.engine.answer_swap()
-        wait_for(lambda: operation.state == "succeeded", "the promotion")
-
-    def adoptions(self) -> list[Operation]:
-        with self.service.lock:
-            return [operation for operation in self.service.operations.listing() if operation.kind == "adopt"]
-
-    def shared(self) -> dict[str, Any]:
-        with self.service.lock:
-            found = self.service.sharing.view()
-        assert found is not None
-        return found
+from tests.daemon.lifecycle.hosts import Host, hosts
 
 
 @pytest.fixture
 def make_host(folder: Path) -> Iterator[Callable[..., Host]]:
-    with ExitStack() as stack:
-
-        def make(name: str, **registry: Any) -> Host:
-            root = folder / name
-            for part in ("state", "run", "target"):
-                (root / part).mkdir(parents=True, exist_ok=True)
-            (root / "target" / "config.json").write_text(json.dumps({"hidden_size": 4}))
-            write_checkpoint(root / "drafter", 0.0)
-            shared = {"url": f"file://{folder}/shared", "poll_s": 0.5}
-            settings = load(None, flags_in(root) | {"registry": shared | registry}, env={})
-            service = Service(settings, daemon_id=name)
-            service.start()
-            stack.callback(service.stop)
-            engine = ServingEngine(settings.paths.engine_socket, checkpoint=str(root / "drafter"))
-            stack.callback(engine.close)
-            engine.attach(target_path=str(root / "target"), capture_path="/ring")
-            return Host(service, engine, root / "target")
-
+    with hosts(folder, f"file://{folder}/shared") as make:
         yield make
 
 
