@@ -38,5 +38,6 @@ def dashboards(
     if as_json:
         print_json({"folder": str(folder), "written": written, "files": sorted(found)})
         return
-    say(f"{len(written)} of {len(found)} files written to {folder}; the others are there already")
+    kept = len(found) - len(written)
+    say(f"{len(written)} files written to {folder}" + (f"; {kept} are there already" if kept else ""))
     say("prometheus.yml says what to add to Prometheus' configuration, grafana-*.yml provision Grafana.")

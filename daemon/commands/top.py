@@ -14,6 +14,7 @@ import typer
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.layout import Layout
 from rich.live import Live
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -166,6 +167,10 @@ class Curves:
     """Figures of the last complete second, with bars for those before it as far as the screen is wide."""
 
     frame: Frame
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """Room for all bars; in a pipe nothing else limits it."""
+        return Measurement(46, 38 + SECONDS_BACK).with_maximum(options.max_width)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render for the width at hand."""

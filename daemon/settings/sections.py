@@ -171,7 +171,10 @@ class HttpSettings(Section):
     @model_validator(mode="after")
     def _is_protected(self) -> Self:
         if self.metrics_listen:
-            check_address(self.metrics_listen, why_only_loopback="" if self.is_metrics_remote else NOT_PROTECTED)
+            try:
+                check_address(self.metrics_listen, why_only_loopback="" if self.is_metrics_remote else NOT_PROTECTED)
+            except ValueError as error:
+                raise ValueError(f"metrics_listen = {self.metrics_listen!r} {error}") from error
         return self
 
     @property

@@ -146,7 +146,7 @@ def _of_training(status: dict[str, Any]) -> Iterator[Finding]:
         if hindrance := alarm.get("hindrance"):
             yield _unanswered(alarm, hindrance)
     if not (status.get("drafters") or {}).get("active"):
-        yield Finding("warning", "no drafter version is active: the first engine with a DFlash drafter registers one")
+        yield Finding("warning", "no drafter version is active: the first engine whose drafter can be trained registers one")
     for override in status.get("overrides") or []:
         name, value = override.get("name"), override.get("value")
         less = _drafting_less(status, value) if name == "draft_tokens" else ""

@@ -20,7 +20,7 @@ def test_a_folder_gets_every_board_and_rule(tmp_path: Path) -> None:
     assert {path.name: path.read_text() for path in folder.iterdir()} == {name: (FOLDER / name).read_text() for name in FILES}
     again = CliRunner().invoke(app, ["dashboards", str(folder)])
     assert again.exit_code == 0
-    assert again.stdout.startswith(f"0 of {len(FILES)} files written")
+    assert again.stdout.startswith("0 files written")
 
 
 def test_a_file_that_differs_stays_unless_asked(tmp_path: Path) -> None:

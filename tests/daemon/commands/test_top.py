@@ -154,6 +154,8 @@ def test_json_is_one_line_a_look(running: DaemonProcess) -> None:
 
 
 def test_a_pipe_gets_one_look_as_text(running: DaemonProcess) -> None:
+    wide = CliRunner().invoke(app, ["top"], env=running.env)
+    assert 80 < max(map(len, wide.stdout.splitlines())) < 500
     result = CliRunner().invoke(app, ["top"], env=running.env | {"COLUMNS": "120"})
     assert result.exit_code == 0
     assert "engine-0" in result.stdout
