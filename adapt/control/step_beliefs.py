@@ -64,7 +64,7 @@ class StepBeliefs:
                 kind = kind_of(requests, prefill, drafted, block)
                 usual = self._usual.observe(kind, step, seconds, model, predicted)
                 is_comparable = prefill <= _MOST_COMPARED
-                if is_comparable and (changed_steps := self._watch.observe(seconds, usual, self._learner.spell)):
+                if is_comparable and (changed_steps := self._watch.observe(seconds, usual, self._learner.shared_deviation)):
                     self._learner.restart(changed_steps, self._watch.factor)
                     self._usual.forget()
                     self._num_changes += 1

@@ -1,16 +1,16 @@
 """What kinds of steps cost beside the smooth price: kernels change at sizes that no formula knows.
 
-A step's relative residual is taken for the sum of its kind's, its spell's (see `spells`) and its own,
+A step's relative residual is taken for the sum of its kind's, its group's (see `time_groups`) and its own,
 
-    y / ŷ − 1 = v[kind] + u[spell] + e,
+    y / ŷ − 1 = v[kind] + u[group] + e,
 
 a kind being batch size and draft tokens per request, rounded. The three variances come from products of residuals: of steps of
-one kind in different spells, of different kinds in one spell, and of each with itself. The effects are the best linear
-predictors given these: a kind that was seen seldom, or in few spells, is drawn to none, and where the smooth price says it all
+one kind in different groups, of different kinds in one group, and of each with itself. The effects are the best linear
+predictors given these: a kind that was seen seldom, or in few groups, is drawn to none, and where the smooth price says it all
 the variance of kinds is 0.
 
 Source: Henderson, Biometrics 31 (1975), "Best linear unbiased estimation and prediction under a selection model"; variances by
-the method of moments, as Balestra and Nerlove (see `spells`).
+the method of moments, as Balestra and Nerlove (see `time_groups`).
 
 Letters: n = steps, G = kinds.
 """
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from honed.adapt.protocol.arrays import Floats, Ints
-from honed.adapt.steps.spells import SPELL_STEPS
+from honed.adapt.steps.time_groups import GROUP_STEPS
 
 _SWEEPS = 30
 _FAR = 3.0
@@ -47,16 +47,16 @@ def kind_effects(residuals: Floats, kind: Ints, numbers: Floats, spread: float) 
     typical = _medians(residuals, kind)[kind]
     own = typical + np.clip(residuals - typical, -_FAR * spread, _FAR * spread)
     own = own - own.mean()
-    _, spell = np.unique(np.floor_divide(numbers, SPELL_STEPS), return_inverse=True)
-    of_kinds, of_spells, rest = _variances(own, kind, spell)
+    _, group = np.unique(np.floor_divide(numbers, GROUP_STEPS), return_inverse=True)
+    of_kinds, of_groups, rest = _variances(own, kind, group)
     if of_kinds <= _LEAST_SHARE * rest:
         return effects
-    count, length = np.bincount(kind), np.bincount(spell)
-    of_spell = np.zeros(len(length))
+    count, length = np.bincount(kind), np.bincount(group)
+    of_group = np.zeros(len(length))
     for _ in range(_SWEEPS):  # Gauss-Seidel on the mixed model's equations
-        effects = np.bincount(kind, own - of_spell[spell]) / (count + rest / of_kinds)
-        if of_spells > 0.0:
-            of_spell = np.bincount(spell, own - effects[kind]) / (length + rest / of_spells)
+        effects = np.bincount(kind, own - of_group[group]) / (count + rest / of_kinds)
+        if of_groups > 0.0:
+            of_group = np.bincount(group, own - effects[kind]) / (length + rest / of_groups)
     return effects
 
 
@@ -70,10 +70,10 @@ def _medians(residuals: Floats, kind: Ints) -> Floats:
     return np.where(count < _FEWEST, 0.0, middle)
 
 
-def _variances(own: Floats, kind: Ints, spell: npt.NDArray[np.intp]) -> tuple[float, float, float]:
-    """Variance between kinds, between spells and of the rest. That of kinds is less by a standard error than it seems."""
-    _, both = np.unique(kind * (int(spell.max()) + 1) + spell, return_inverse=True)
-    of_spells = _shared(own, spell, both)
+def _variances(own: Floats, kind: Ints, group: npt.NDArray[np.intp]) -> tuple[float, float, float]:
+    """Variance between kinds, between groups and of the rest. That of kinds is less by a standard error than it seems."""
+    _, both = np.unique(kind * (int(group.max()) + 1) + group, return_inverse=True)
+    of_groups = _shared(own, group, both)
     in_both, num_own = np.bincount(both), len(own)
     within = float((own**2).sum()) - float((np.bincount(both, own) ** 2 / in_both).sum())
     every = float((own**2).mean())
@@ -82,8 +82,8 @@ def _variances(own: Floats, kind: Ints, spell: npt.NDArray[np.intp]) -> tuple[fl
     kind_of_pair[both] = kind
     count = np.bincount(kind)
     means = np.bincount(kind, own) / count
-    of_mean = of_spells * np.bincount(kind_of_pair, in_both.astype(np.float64) ** 2) / count**2 + rest / count
-    return _between(means, of_mean), of_spells, rest
+    of_mean = of_groups * np.bincount(kind_of_pair, in_both.astype(np.float64) ** 2) / count**2 + rest / count
+    return _between(means, of_mean), of_groups, rest
 
 
 def _between(means: Floats, of_mean: Floats) -> float:

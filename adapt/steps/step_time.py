@@ -17,7 +17,7 @@ step after they were made: drafting in every step costs both in every step, and 
 The fit is a non-negative least squares on relative residuals with Huber weights, over a bounded sample that keeps the
 latest steps of every *kind* (batch size, draft length, prefill): a rare kind isn't forgotten while a common one repeats.
 Steps with prompts in them are told apart more coarsely, or their many kinds would be all that is kept. What steps in a row
-have in common, the machine's spells, is told from what their kinds cost (`spells`). Where a machine's kernels change at sizes
+have in common (`time_groups`) is told from what their kinds cost. Where a machine's kernels change at sizes
 that this formula doesn't know, kinds of steps without prompts have a price of their own beside it (`kind_effects`), as far as
 was measured; T may then fall where something grows.
 """
@@ -35,7 +35,7 @@ import numpy as np
 from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.protocol.ranges import COUNT, Range, Ranges, check_ranges
 from honed.adapt.steps.kind_effects import kind_effects
-from honed.adapt.steps.spells import Spells
+from honed.adapt.steps.time_groups import TimeGroups
 
 if TYPE_CHECKING:
     from honed.adapt.protocol.wire import Policy
@@ -66,7 +66,7 @@ _RIDGE = np.array([0.01, 10.0, 10.0, 1.0, 0.1, 1.0, 0.1, 1.0, 10.0, 1.0, 1.0, 0.
 _GOOD_SPREAD, _MUCH_BETTER = 0.02, 0.8
 """A fit without `FILLED` that is as close as the first figure stays; else one with them must be so much closer."""
 _LEAST_TRUST, _TRUSTED = 1e-5, 0.1
-"""Weight that every step from before a change of the world keeps; and of those that count as any other in spells and kinds."""
+"""Weight that every step from before a change of the world keeps; and of those that time groups and kinds count in full."""
 _DOUBT = 0.3
 """Standard deviation, relative, by which a change of the world puts an earlier step's price in doubt."""
 _LEAST_SCATTER = 0.01
@@ -317,8 +317,8 @@ class Scatter(NamedTuple):
 
     own: float = 0.03
     """Standard deviation of a step."""
-    likeness: float = 0.0
-    """Variance of spells over the steps' own."""
+    variance_ratio: float = 0.0
+    """Variance of time groups over the steps' own."""
 
 
 class StepTimeLearner:
@@ -383,9 +383,9 @@ class StepTimeLearner:
         self._started_at = self.num_steps
 
     @property
-    def spell(self) -> float:
-        """Standard deviation of what the steps of a spell of the machine have in common, relative."""
-        return self._scatter.own * math.sqrt(self._scatter.likeness)
+    def shared_deviation(self) -> float:
+        """Standard deviation of what the steps of a time group have in common, relative."""
+        return self._scatter.own * math.sqrt(self._scatter.variance_ratio)
 
     @property
     def is_young(self) -> bool:
@@ -455,8 +455,8 @@ class StepTimeLearner:
         if known.sum() < MIN_STEPS:
             return
         spread = 1.4826 * float(np.median(np.abs(residuals[known])))
-        likeness = Spells(numbers).likeness(residuals, max(spread, _LEAST_SCATTER))
-        self._scatter = Scatter(max(spread / math.sqrt(1.0 + likeness), _LEAST_SCATTER), likeness)
+        variance_ratio = TimeGroups(numbers).variance_ratio(residuals, max(spread, _LEAST_SCATTER))
+        self._scatter = Scatter(max(spread / math.sqrt(1.0 + variance_ratio), _LEAST_SCATTER), variance_ratio)
 
 
 class StepKinds:
@@ -564,34 +564,36 @@ def fit_parameters(
     steps they would be set by chance.
 
     Args:
-        numbers: steps' numbers in the order of time, for the machine's spells; None: there are none.
+        numbers: steps' numbers in the order of time, for the time groups; None: there are none.
     """
     matrix, num_filled = features(steps, captured_tokens), len(FILLED)
-    spells = None if numbers is None else Spells(numbers)
+    groups = None if numbers is None else TimeGroups(numbers)
     plain = matrix.copy()
     plain[:, -num_filled:] = 0.0
-    parameters, spread = _fit_matrix(plain, seconds, weights, scale, spells)
+    parameters, spread = _fit_matrix(plain, seconds, weights, scale, groups)
     if spread > _GOOD_SPREAD:
-        with_filled, closer = _fit_matrix(matrix, seconds, weights, scale, spells)
+        with_filled, closer = _fit_matrix(matrix, seconds, weights, scale, groups)
         if closer < _MUCH_BETTER * spread:
             return with_filled
     return parameters
 
 
-def _fit_matrix(matrix: Floats, seconds: Floats, weights: Floats, scale: Floats, spells: Spells | None) -> tuple[Floats, float]:
+def _fit_matrix(
+    matrix: Floats, seconds: Floats, weights: Floats, scale: Floats, groups: TimeGroups | None
+) -> tuple[Floats, float]:
     """The parameters of `fit_parameters`, and the steps' relative scatter around them."""
     norm = np.sqrt((matrix**2).mean(axis=0))
     norm[norm == 0.0] = np.inf
     matrix = matrix / norm
     beta = np.zeros(matrix.shape[1])
-    huber, spread, likeness = np.ones(len(seconds)), 0.0, 0.0
+    huber, spread, variance_ratio = np.ones(len(seconds)), 0.0, 0.0
     for _ in range(5):
         both = np.column_stack([matrix, seconds]) / scale[:, None]  # [n, P + 1]
         weight = weights * huber
         weighted = both * weight[:, None]
         moments = weighted.T @ both
-        if spells is not None and likeness > 0.0:
-            moments -= spells.between(weighted, weight, likeness)
+        if groups is not None and variance_ratio > 0.0:
+            moments -= groups.between(weighted, weight, variance_ratio)
         gram = moments[:-1, :-1]
         ridge = (1e-6 * float(np.trace(gram)) + 1e-12) * _RIDGE
         beta = solve_non_negative(gram + np.diag(ridge), moments[:-1, -1])
@@ -599,8 +601,8 @@ def _fit_matrix(matrix: Floats, seconds: Floats, weights: Floats, scale: Floats,
         residual = seconds / scale - 1.0
         spread = max(1.4826 * float(np.median(np.abs(residual))), 0.005)
         huber = np.minimum(1.0, 1.5 * spread / np.maximum(np.abs(residual), 1e-12))
-        if spells is not None:
-            likeness = spells.likeness(residual, spread)
+        if groups is not None:
+            variance_ratio = groups.variance_ratio(residual, spread)
     parameters: Floats = beta / norm
     return parameters, spread
 

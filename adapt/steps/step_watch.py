@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from honed.adapt.steps.spells import SPELL_STEPS
 from honed.adapt.steps.step_time import Step, StepTimeModel
+from honed.adapt.steps.time_groups import GROUP_STEPS
 
 WINDOWS = ((16, 0.45), (64, 0.15))
 """(steps, smallest relative change that counts, as a logarithm): the greater a change, the fewer steps prove it."""
-_MANY_SPELLS = 4.0
-"""Standard deviations of a machine's spells (`adapt.steps.spells`) that a change has to exceed: what one of them does is
+_MANY_GROUPS = 4.0
+"""Standard deviations of the time groups (`adapt.steps.time_groups`) that a change has to exceed: what one of them does is
 none."""
 _MOST_DEMANDED = 3.0
-"""Times the smallest change: on a machine of many spells no more than that has to be shown."""
+"""Times the smallest change: on a machine whose time groups vary much no more than that has to be shown."""
 MIN_AGREEING = 0.8
 """Share of a window's steps that must be off in the same direction by at least half of the change."""
 _FEWEST_STEPS = 3
@@ -39,11 +39,11 @@ class StepWatch:
         self.factor = 1.0
         """Factor on step times at the last noticed change."""
 
-    def observe(self, measured_s: float, expected_s: float, spell: float = 0.0) -> int:
+    def observe(self, measured_s: float, expected_s: float, shared_deviation: float = 0.0) -> int:
         """Fold in a step; return the number of latest steps that show a changed world, or 0.
 
         Args:
-            spell: standard deviation of what the steps of a spell have in common, relative.
+            shared_deviation: standard deviation of what the steps of a time group have in common, relative.
         """
         if measured_s <= 0.0 or expected_s <= 0.0:
             return 0
@@ -56,7 +56,7 @@ class StepWatch:
                 return 0
             errors = every[-window:]
             middle = float(np.median(errors))
-            demanded = _MANY_SPELLS * spell * math.sqrt(SPELL_STEPS / window)
+            demanded = _MANY_GROUPS * shared_deviation * math.sqrt(GROUP_STEPS / window)
             least = max(least, min(demanded, _MOST_DEMANDED * least))
             if abs(middle) >= least and float(np.mean(errors * math.copysign(1.0, middle) > abs(middle) / 2)) >= MIN_AGREEING:
                 self._errors.clear()

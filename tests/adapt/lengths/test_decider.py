@@ -217,27 +217,27 @@ def acceptance_of_margin(margin):
     return low
 
 
-def spells_of(decisions, is_wanted):
+def run_lengths(decisions, is_wanted):
     """Lengths of the runs of decisions that are wanted."""
     return [len(list(run)) for wanted, run in itertools.groupby(decisions, is_wanted) if wanted]
 
 
 @pytest.mark.parametrize(("margin", "is_drafting"), [(0.07, True), (-0.03, False)])
 def test_where_the_choice_is_even_the_other_side_is_tried_for_some_steps_in_a_row(margin, is_drafting):
-    def share_and_spells(margin, explore_share):
+    def share_and_runs(margin, explore_share):
         priors = [WorkloadPrior(workload="", acceptance=[acceptance_of_margin(margin)] * K)]
         decider = make_decider(make_policy(priors=priors, explore_share=explore_share))
         decisions = [decider.decide(["a"], 10, 0, 0.0) for _ in range(8000)]
         assert sum((d.block > 0) == is_drafting for d in decisions) > 4000
-        spells = spells_of(decisions, lambda d: d.reason == "explore" and (d.block == 0) == is_drafting)
-        return sum(spells) / len(decisions), spells
+        runs = run_lengths(decisions, lambda d: d.reason == "explore" and (d.block == 0) == is_drafting)
+        return sum(runs) / len(decisions), runs
 
-    share, spells = share_and_spells(margin, 0.02)
+    share, runs = share_and_runs(margin, 0.02)
     assert 0.02 < share < 0.15
-    assert max(spells) >= TRIAL_STEPS
-    assert sum(length >= TRIAL_STEPS for length in spells) > 40
-    assert share_and_spells(3.0 * margin if is_drafting else 20.0 * margin, 0.02)[0] < 0.5 * share
-    assert share_and_spells(margin, 0.0) == (0.0, [])
+    assert max(runs) >= TRIAL_STEPS
+    assert sum(length >= TRIAL_STEPS for length in runs) > 40
+    assert share_and_runs(3.0 * margin if is_drafting else 20.0 * margin, 0.02)[0] < 0.5 * share
+    assert share_and_runs(margin, 0.0) == (0.0, [])
 
 
 @pytest.mark.parametrize("requests", [["a"], ["a", "b"]])
@@ -246,8 +246,8 @@ def test_lengths_that_are_nearly_as_good_are_tried(requests):
         decider = make_decider(make_policy(explore_share=explore_share))
         best = make_decider(make_policy()).decide(requests, 10, 0, 0.0).num_draft_tokens
         decisions = [decider.decide(requests, 10, 0, 0.0).num_draft_tokens for _ in range(4000)]
-        spells = spells_of(decisions, lambda lengths: lengths != best and 0 not in lengths)
-        return sum(length >= TRIAL_STEPS for length in spells), {max(lengths) for lengths in decisions}
+        runs = run_lengths(decisions, lambda lengths: lengths != best and 0 not in lengths)
+        return sum(length >= TRIAL_STEPS for length in runs), {max(lengths) for lengths in decisions}
 
     num_trials, lengths = tried(0.02)
     assert num_trials > 20

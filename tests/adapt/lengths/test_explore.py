@@ -100,8 +100,8 @@ def test_trials_last_some_steps_and_become_rare_once_enough_was_seen_at_that_bat
     assert ENOUGH_STEPS <= sum(first) < 3 * ENOUGH_STEPS
     assert sum(later) / 2000 < 0.3 * sum(first) / 500
     assert sum(other) >= ENOUGH_STEPS
-    spells = [len(list(run)) for is_on, run in itertools.groupby(first) if is_on]
-    assert min(spells[:-1]) >= TRIAL_STEPS
+    runs = [len(list(run)) for is_on, run in itertools.groupby(first) if is_on]
+    assert min(runs[:-1]) >= TRIAL_STEPS
 
 
 def test_a_trial_ends_when_it_turns_out_to_be_what_is_best() -> None:

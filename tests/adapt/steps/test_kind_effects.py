@@ -1,39 +1,39 @@
-"""What kinds of steps cost beside the smooth price is told from noise, and from the machine's spells."""
+"""What kinds of steps cost beside the smooth price is told from noise, and from what steps in a row have in common."""
 
 import numpy as np
 import pytest
 
 from honed.adapt.steps.kind_effects import kind_effects
-from honed.adapt.steps.spells import SPELL_STEPS
+from honed.adapt.steps.time_groups import GROUP_STEPS
 
 
-def draw(rng, effects, num_runs, spells=0.1, own=0.06, run_steps=40):
-    """Steps in runs of one kind each, as when a setting stays for some seconds; spells of the machine come and go beside."""
+def draw(rng, effects, num_runs, groups=0.1, own=0.06, run_steps=40):
+    """Steps in runs of one kind each, as when a setting stays for some seconds; the machine is slow and quick meanwhile."""
     kind = np.repeat(rng.integers(0, len(effects), num_runs), run_steps)
     kind[: len(effects)] = np.arange(len(effects))
     numbers = np.arange(len(kind), dtype=np.float64)
-    spell = (numbers // SPELL_STEPS).astype(np.int64)
-    of_spells = spells * rng.standard_normal(int(spell.max()) + 1)
-    return effects[kind] + of_spells[spell] + own * rng.standard_normal(len(kind)), kind, numbers
+    group = (numbers // GROUP_STEPS).astype(np.int64)
+    of_groups = groups * rng.standard_normal(int(group.max()) + 1)
+    return effects[kind] + of_groups[group] + own * rng.standard_normal(len(kind)), kind, numbers
 
 
 def spread_of(residuals):
     return 1.4826 * float(np.median(np.abs(residuals)))
 
 
-@pytest.mark.parametrize("spells", [0.0, 0.1])
-def test_effects_are_found_beside_spells(spells):
+@pytest.mark.parametrize("groups", [0.0, 0.1])
+def test_effects_are_found_beside_time_groups(groups):
     rng = np.random.default_rng(1)
     effects = 0.08 * rng.standard_normal(24)
-    residuals, kind, numbers = draw(rng, effects, 400, spells)
+    residuals, kind, numbers = draw(rng, effects, 400, groups)
     found = kind_effects(residuals, kind, numbers, spread_of(residuals))
-    assert np.abs(found - (effects - effects[kind].mean())).mean() < (0.012 if spells else 0.004)
+    assert np.abs(found - (effects - effects[kind].mean())).mean() < (0.012 if groups else 0.004)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_where_there_are_none_next_to_nothing_is_found(seed):
     rng = np.random.default_rng(seed)
-    residuals, kind, numbers = draw(rng, np.zeros(24), 60, spells=0.15)
+    residuals, kind, numbers = draw(rng, np.zeros(24), 60, groups=0.15)
     assert np.abs(kind_effects(residuals, kind, numbers, spread_of(residuals))).max() < 0.03
 
 
@@ -41,10 +41,10 @@ def test_a_kind_that_was_only_seen_in_a_slow_spell_is_hardly_blamed():
     rng = np.random.default_rng(3)
     effects = 0.02 * rng.standard_normal(12)
     residuals, kind, numbers = draw(rng, effects, 200)
-    slow = np.full(SPELL_STEPS, 0.25) + 0.06 * rng.standard_normal(SPELL_STEPS)
-    residuals, kind = np.append(residuals, slow), np.append(kind, np.full(SPELL_STEPS, 12))
-    first = SPELL_STEPS * (numbers[-1] // SPELL_STEPS + 1)
-    found = kind_effects(residuals, kind, np.append(numbers, first + np.arange(SPELL_STEPS)), spread_of(residuals))
+    slow = np.full(GROUP_STEPS, 0.25) + 0.06 * rng.standard_normal(GROUP_STEPS)
+    residuals, kind = np.append(residuals, slow), np.append(kind, np.full(GROUP_STEPS, 12))
+    first = GROUP_STEPS * (numbers[-1] // GROUP_STEPS + 1)
+    found = kind_effects(residuals, kind, np.append(numbers, first + np.arange(GROUP_STEPS)), spread_of(residuals))
     assert abs(found[12]) < 0.05
 
 

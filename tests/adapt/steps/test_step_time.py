@@ -79,10 +79,10 @@ def kinked(requests, tokens, context, prefill, block):
     return seconds * (1.12 if tokens == 2 else 1.1 if 6 < tokens <= 8 else 1.0)
 
 
-def learn_kinked(seed, has_spells):
+def learn_kinked(seed, has_slow_times):
     rng, learner, slow = np.random.default_rng(seed), StepTimeLearner(), 1.0
     for number in range(6000):
-        if has_spells and number % 16 == 0:
+        if has_slow_times and number % 16 == 0:
             slow = 1.3 if rng.random() < 0.3 else 1.0
         if number % 24 == 0:  # a setting stays for a while
             k, requests = int(rng.choice((0, 1, 2, 3, 5, 7))), int(rng.choice((1, 4)))
@@ -99,14 +99,14 @@ def scatter(model):
 
 
 def test_prices_follow_what_no_formula_knows():
-    model = learn_kinked(5, has_spells=False)
+    model = learn_kinked(5, has_slow_times=False)
     assert scatter(model) < 0.01
     assert scatter(StepTimeModel(model.parameters)) > 0.03
     assert model.seconds(1, 2, 200, 0, 1) > 1.05 * model.seconds(1, 3, 200, 0, 2)
 
 
-def test_on_a_machine_with_spells_they_follow_it_as_far_as_it_can_be_told():
-    models = [learn_kinked(seed, has_spells=True) for seed in range(6)]
+def test_on_a_machine_with_slow_times_they_follow_it_as_far_as_it_can_be_told():
+    models = [learn_kinked(seed, has_slow_times=True) for seed in range(6)]
     with_kinds, without = (
         np.mean([scatter(one) for one in some]) for some in (models, [StepTimeModel(m.parameters) for m in models])
     )
@@ -200,8 +200,8 @@ def test_a_runner_that_always_drafts_the_whole_block_is_not_believed_to_save_by_
     assert skipping.model().draft_seconds(4, K)[1] > 0.0
 
 
-def test_prices_are_right_although_the_machine_has_slow_spells():
-    """Half of the time all steps take 1.4 times as long, for dozens of steps, and each draft length has spells of its own."""
+def test_prices_are_right_although_the_machine_has_slow_times():
+    """Half of the time all steps take 1.4 times as long, for dozens of steps, and each draft length at its own."""
     worst = []
     for seed in range(8):
         rng, learner = np.random.default_rng([5, seed]), StepTimeLearner()
@@ -217,7 +217,7 @@ def test_prices_are_right_although_the_machine_has_slow_spells():
         model = learner.model()
         found, true = ([price(4, 4 * (1 + k), 4000, 0, k) for k in (0, 1, 2, 4)] for price in (model.seconds, cpu_like))
         worst.append(float(np.abs(np.diff(np.log(found)) - np.diff(np.log(true))).max()))
-    assert max(worst) < 0.08  # 0.15 where spells are taken for prices
+    assert max(worst) < 0.08  # 0.15 where these are taken for prices
 
 
 def test_it_is_cold_until_draft_lengths_have_varied():

@@ -34,12 +34,12 @@ def test_odd_steps_and_noise_are_no_change() -> None:
 
 
 def test_a_spell_is_no_change_where_the_machine_has_many_but_a_greater_change_is() -> None:
-    def first_alarm(factor: float, spell: float) -> int:
+    def first_alarm(factor: float, group: float) -> int:
         rng, watch = np.random.default_rng(2), StepWatch()
         noise = rng.normal(0.0, 0.05, 400)
         for i in range(400):
-            is_slow = i >= 200 and (i < 248 or factor > 2.0)  # three spells' worth, or for good
-            if watch.observe(float(np.exp(noise[i])) * (factor if is_slow else 1.0), 1.0, spell):
+            is_slow = i >= 200 and (i < 248 or factor > 2.0)  # three time groups' worth, or for good
+            if watch.observe(float(np.exp(noise[i])) * (factor if is_slow else 1.0), 1.0, group):
                 return i
         return 0
 
