@@ -35,9 +35,8 @@ def screen(*command: str) -> list[str]:
     """Lines that a command shows on a terminal of its own; of a live screen the last one."""
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
-    environment = {**os.environ, "TERM": "xterm-256color"}
-    for name in ("COLUMNS", "LINES", "NO_COLOR"):
-        environment.pop(name, None)
+    unset = ("HONED_", "COLUMNS", "LINES", "NO_COLOR")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(unset)} | {"TERM": "xterm-256color"}
     process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
     os.close(terminal)
     said = b""
