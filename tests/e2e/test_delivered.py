@@ -118,7 +118,8 @@ def answered(running: TestEngine, disturb: Callable[[int], None]) -> tuple[list[
     take_batches(running)
     before, llm_engine, found = running.counters(), running.llm.llm_engine, {}
     for number, prompt in enumerate(prompts(2)):
-        params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+        # Long enough not to be near its end when it is disturbed: a shorter block is drafted there, with other drafts.
+        params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
         llm_engine.add_request(f"request-{number}", prompt, params)
     keys = keys_of(running)
     for step in itertools.count():
