@@ -62,6 +62,7 @@ test: setup
 	@echo "== tests (the real engine included: some 25 minutes on two cores)"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(WITH_ENGINES:%=--ignore=%)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(if $(filter cpu,$(ENGINE)),2,1) --dist loadgroup --no-loadscope-reorder $(WITH_ENGINES)
+	@OMP_NUM_THREADS=1 HONED_TEST_RUNNER=v1-async $(BIN)/python -m pytest tests/e2e/test_delivered.py
 
 test-share: setup
 	@echo "== two hosts share versions on an S3 server: well, gone, mute, full, cut off, hostile (some 2 minutes)"
