@@ -8,6 +8,7 @@ function show() {
   for (const part of [show_state, show_length, show_positions, show_load, show_engines, show_workloads, show_versions, show_training,
     show_events, show_marks]) part(found);
   document.body.dataset.shown = String(found.t);
+  tell(); // figures drawn anew, as at another width, may be old
 }
 
 /** Says how old the figures are. When the daemon is silent, a banner, the title and the figures' colour say so. */
