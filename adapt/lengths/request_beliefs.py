@@ -173,9 +173,10 @@ class RequestBeliefs:
             if self.context[slot]:  # else it wasn't in the last batch
                 self._catch_up()
             most, ceiling = self.num_spec_tokens, int(self._limit[slot])
-            if not self._tables.shared_lengths:  # this step samples a token, the next round one beside its drafts
-                ceiling = max(min(ceiling, end - num_tokens - 2), 0)
-            if end - num_tokens - 2 < most + UNHEARD_STEPS:
+            room = end - num_tokens - 2  # this step samples a token, the next round one beside its drafts
+            if not self._tables.shared_lengths:
+                ceiling = max(min(ceiling, room), 0)
+            if room < most + UNHEARD_STEPS:
                 self._unheard_steps = UNHEARD_STEPS
             self.num_ceilings += (ceiling < most) - (int(self.ceiling[slot]) < most)
             self.context[slot], self.known["end"][slot], self.ceiling[slot] = num_tokens, end, ceiling

@@ -53,7 +53,7 @@ def check_command(command: VllmCommand, subject: str, read_config: ReadConfig, *
             yield from check_pair(target, drafter, subject, command.drafter, command.max_model_len)
 
 
-def is_without_honed(process: VllmProcess) -> bool:
+def _is_without_honed(process: VllmProcess) -> bool:
     """Tell whether nothing of a server's command or known environment names honed."""
     flags = (process.command.scheduler_cls, process.command.worker_extension_cls)
     named = any(flag.startswith("honed.") for flag in flags if flag)
@@ -68,7 +68,7 @@ def others(processes: Sequence[VllmProcess], user: int, runtime_dir: str) -> lis
     Args:
         user: who asks; 0, root, may ask for any user's server.
     """
-    without = [process for process in processes if is_without_honed(process)]
+    without = [process for process in processes if _is_without_honed(process)]
     found = []
     for process in processes:
         subject, theirs = f"vLLM (process {process.pid})", _runtime_dir(process.environment or {})

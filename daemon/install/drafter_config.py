@@ -47,7 +47,7 @@ def read(drafter: str) -> dict[str, Any]:
 
 
 def _of_hub(name: str) -> bytes:
-    """Raises LookupError, OSError or ValueError; the message says why."""
+    """Read a config.json from the hub's cache or the hub. Raises LookupError, OSError or ValueError; the message says why."""
     try:
         from huggingface_hub import constants, get_session, get_token, hf_hub_url, try_to_load_from_cache
     except ImportError:

@@ -1,6 +1,6 @@
-"""What a terminal of 80 columns and 24 lines shows, of a server with an engine and of a host where much is wrong.
+"""Commands fit a terminal of 80 columns and 24 lines, on a healthy host and on one without an engine.
 
-The pictures of the documentation are made here: HONED_PICTURES names the folder that they go to.
+These tests write the pictures of the documentation to the folder HONED_PICTURES.
 """
 
 from __future__ import annotations

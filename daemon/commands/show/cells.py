@@ -54,10 +54,10 @@ class Rows(Table):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render; on a narrow screen with some of the columns below their rows."""
-        kept, below = self._fitted(options.max_width)
         if not self.names:
             yield from super().__rich_console__(console, options)
             return
+        kept, below = self._fitted(options.max_width)
         table = Table(box=None, pad_edge=False, header_style="dim", show_header=self.show_header)
         for column, width in kept.items():
             table.add_column(Text(self.names[column], no_wrap=False), overflow="fold", no_wrap=True, width=width)

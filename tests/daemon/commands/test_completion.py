@@ -1,4 +1,4 @@
-"""What a shell completes, asked as bash asks it."""
+"""The shell completes names that the daemon knows. These tests ask as bash does."""
 
 from __future__ import annotations
 

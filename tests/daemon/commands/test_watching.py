@@ -1,4 +1,4 @@
-"""What is shown while an operation goes on: it moves, and says how long it will take."""
+"""The progress bar moves during a training and shows the time left."""
 
 from __future__ import annotations
 

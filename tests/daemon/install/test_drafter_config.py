@@ -1,4 +1,4 @@
-"""What is known of a drafter by its folder, by the hub's cache, by the hub and by its name."""
+"""A drafter's config.json comes from its folder, the hub's cache or the hub. Without one, its name tells the rest."""
 
 from __future__ import annotations
 

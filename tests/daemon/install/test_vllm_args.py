@@ -136,9 +136,8 @@ def test_shell_lines_survive_a_shell(tmp_path: Path, server: str, monkeypatch: p
 
 def test_the_command_is_the_one_that_starts_here() -> None:
     script = Path(sys.executable).with_name("vllm")
-    if not script.exists():
-        pytest.skip("vLLM isn't in this environment")
-    starts = subprocess.run([script, "serve", "--help"], capture_output=True, timeout=120, check=False).returncode == 0
+    # Without vLLM here it is in another environment, where `vllm serve` starts.
+    starts = not script.exists() or not subprocess.run([script, "serve", "--help"], capture_output=True, timeout=120).returncode
     assert vllm_args.server_command() == (vllm_args.SERVER if starts else vllm_args.MODULE)
 
 

@@ -40,7 +40,7 @@ class Line:
 
     def __init__(self, to: int) -> None:
         self.port = free_port()
-        self.state = "up"
+        self.num_unanswered = 0
         self._to = to
         self._server: socketserver.ThreadingTCPServer | None = None
         self.set("up")
@@ -72,6 +72,7 @@ class Line:
             client.sendall(FULL)
             return
         if state == "mute":
+            self.num_unanswered += 1
             while self.state == state:
                 time.sleep(0.05)
             return

@@ -71,7 +71,7 @@ def test_a_daemon_ends_in_time_though_the_place_is_mute(make_host: Callable[...,
     one = make_host("one", poll_s=0.1)
     wait_for(lambda: one.shared()["last_success_unix_s"], "the first look")
     line.set("mute")
-    time.sleep(1.0)
+    wait_for(lambda: line.num_unanswered, "a request that nobody answers")
     began_s = time.monotonic()
     one.service.stop()
     assert time.monotonic() - began_s < MOST_STOP_S
