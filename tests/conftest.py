@@ -8,6 +8,8 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+for name in ("COLUMNS", "LINES"):  # pytest's parallel processes have them; output in pipes is as wide as its content without
+    os.environ.pop(name, None)
 settings.register_profile("honed", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("honed")
 
