@@ -72,6 +72,7 @@ FAULTS = (
     "overrides that aren't finite numbers",
     "an IPv6 address without a port as host",
     "a user without a home folder",
+    "a folder or a file of another user's",
     "a mask token outside the vocabulary",
     "a drafter with a shorter context than its target",
 )

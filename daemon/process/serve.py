@@ -105,6 +105,11 @@ def make_folder(path: Path, mode: int) -> None:
             f"folder {path} was made by another user ({found.st_uid}), or every user may write to it: "
             "remove it, or set --runtime-dir or --state-dir (HONED_RUNTIME_DIR, HONED_STATE_DIR) to a folder of your own"
         )
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise StartError(
+            f"folder {path} belongs to user {found.st_uid}, with mode {stat.S_IMODE(found.st_mode):04o}, so user {os.getuid()} "
+            f"can't write to it: `chown {os.getuid()} {path}`, or set HONED_RUNTIME_DIR or HONED_STATE_DIR to another folder"
+        )
 
 
 def make_engines_folder(path: Path) -> None:

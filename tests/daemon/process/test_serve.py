@@ -10,6 +10,8 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -120,6 +122,49 @@ def test_what_cannot_work_is_said(daemon: DaemonProcess, folder: Path, name: str
     }
     daemon.env[name] = values[name]
     assert says in refused(daemon)
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that other users reach, as pytest's own ones can't be."""
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        yield Path(made)
+
+
+@pytest.mark.fault("a folder or a file of another user's")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it becomes another user")
+@pytest.mark.parametrize("foreign", ["run", "run/lock", "state", "state/lock", "state/honed.db", "state/registry"])
+def test_what_belongs_to_another_user_is_one_clear_line(open_folder: Path, foreign: str) -> None:
+    folder = open_folder
+    for path in (folder / "run", folder / "state"):
+        path.mkdir()
+        os.chown(path, 61234, 61234)
+    theirs = folder / foreign
+    if foreign.endswith(("lock", "db")):
+        theirs.write_text("")
+    else:
+        theirs.mkdir(exist_ok=True)
+    os.chown(theirs, 0, 0)
+    theirs.chmod(0o700)
+    code = (  # all is imported first: that user may not read this Python
+        "import os, logging.config, uvicorn.logging, honed.daemon.process.serve, honed.daemon.commands.main as m\n"
+        "os.setgroups([]); os.setgid(61234); os.setuid(61234); m.main()"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HONED_")}
+    env |= {
+        "HONED_RUNTIME_DIR": str(folder / "run"),
+        "HONED_STATE_DIR": str(folder / "state"),
+        "HONED_HTTP__METRICS_LISTEN": "",
+    }
+    made = subprocess.run(
+        [sys.executable, "-c", code, "serve"], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert made.returncode == 2, made.stderr
+    line = made.stderr.strip().splitlines()[-1]
+    assert line.startswith("honed: ")
+    assert foreign.split("/")[-1] in line
+    assert "Traceback" not in made.stderr
 
 
 def test_a_daemon_killed_in_any_state_leaves_nothing_that_stops_the_next(daemon: DaemonProcess) -> None:
