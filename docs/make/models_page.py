@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from docs.make.published import PUBLISHED
+from honed.recalib.config.drafter import DrafterConfig, Eagle3
+from honed.recalib.config.memory import GIB, estimate, value_bytes
+from honed.recalib.config.trainer import TrainerSettings
+from honed.recalib.config.training import TrainingSettings
 
 PAGE = "docs/models.md"
 HEAD = """# Published drafters
@@ -25,6 +30,33 @@ The table has DFlash drafters. EAGLE-3 drafters and MTP heads aren't listed by n
 | drafter | target | structure | can be trained |
 |---|---|---|---|
 """
+MEMORY = """
+## Memory of a training
+
+The trainer's own estimate, with default settings, in GiB. `honed doctor` gives it for your drafter. Samples come on top
+(`trainer.sample_bytes`). On a GPU the engine's memory comes on top as well.
+
+| drafter | CPU, `kv-frozen` | CPU, `full` | GPU, `kv-frozen` | GPU, `full` |
+|---|---|---|---|---|
+"""
+QWEN3 = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}
+DFLASH = {"num_hidden_layers": 5, "block_size": 16, "mask_token_id": 0, "target_layer_ids": (1, 9, 17, 25, 33)}
+EAGLE3 = {"num_hidden_layers": 1, "block_size": 4, "mask_token_id": 0, "target_layer_ids": (2, 16, 29)}
+LLAMAS = Eagle3(
+    norm_before_residual=True,
+    norm_before_fc=False,
+    norms_features=False,
+    feeds_normed=False,
+    has_head_norms=False,
+    num_features=3,
+)
+SIZES: dict[str, dict[str, Any]] = {
+    "DFlash, 5 layers with Qwen3-4B's sizes": QWEN3 | DFLASH | {"hidden_size": 2560, "intermediate_size": 9728},
+    "DFlash, 5 layers with Qwen3-8B's sizes": QWEN3 | DFLASH | {"hidden_size": 4096, "intermediate_size": 12_288},
+    "EAGLE-3 with Llama-3.1-8B's sizes, 32,000 words": QWEN3
+    | EAGLE3
+    | {"hidden_size": 4096, "intermediate_size": 14_336, "vocab_size": 128_256, "draft_vocab_size": 32_000, "eagle3": LLAMAS},
+}
 
 
 def text() -> str:
@@ -33,7 +65,20 @@ def text() -> str:
     for one in PUBLISHED:
         reasons = one.reasons()
         rows.append(f"| {one.drafter} | {one.target} | {one.traits} | {'no: ' + '; '.join(reasons) if reasons else 'yes'} |")
-    return HEAD + "\n".join(rows) + "\n"
+    return HEAD + "\n".join(rows) + "\n" + MEMORY + "\n".join(map(_memory_row, SIZES)) + "\n"
+
+
+def _memory_row(name: str) -> str:
+    """A drafter's memory by device and scope."""
+    config = DrafterConfig(**SIZES[name], target_hidden_size=SIZES[name]["hidden_size"])
+    cells = []
+    for device in ("cpu", "cuda"):
+        shared, compute = value_bytes(device, "auto")
+        for scope in ("kv-frozen", "full"):
+            settings, rows = TrainingSettings(scope=scope), TrainerSettings().rows_per_micro_step
+            needed = estimate(config, settings, rows, shared_bytes=shared, compute_bytes=compute)
+            cells.append(f"{needed.total_bytes / GIB:.1f}")
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
