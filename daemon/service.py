@@ -135,6 +135,7 @@ class Service:
             clock=self.clock,
             monotonic=self.monotonic,
             on_end=self._on_trial_end,
+            hears_others=bool(settings.registry.url and settings.registry.pool_evidence),
         )
         self.lifecycle = Lifecycle(
             self.rollout,

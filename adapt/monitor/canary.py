@@ -7,6 +7,9 @@ grows (`evidence` has the test and the reason why it holds at every look). It is
     better  likewise, once every workload with `LEAST_SHARE` of the traffic is shown to lose little (`evidence.MARGINS`), unless
             some workload looks bad
 
+Other hosts' trials of the same two versions can be added (`hear`). They decide on all traffic only, and only where this host's
+own traffic points the same way. The allowance of all traffic is then shared by both tests.
+
 After `max_rounds` without either, nothing was proven. A version that only waits for a workload's proof has three times as long.
 Batches are told apart by their drafter version, so the exact time of an engine's swap doesn't matter. Those of other versions
 are ignored. Nothing here reads a clock or tosses the coin.
@@ -15,6 +18,7 @@ are ignored. Nothing here reads a clock or tosses the coin.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -44,6 +48,8 @@ _LOG10 = math.log(10.0)
 _WORSE, _BETTER = 0, 1
 FALSE_PROMOTION = 0.01
 """Probability of calling a version better that accepts no more drafts."""
+LEAST_PAIRS = 25
+"""Pairs of its own after which a host follows others' evidence, if its own traffic points the same way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +140,25 @@ class Canary:
         new: version on trial.
         num_spec_tokens: K, the most of all engines.
         old_begins: the coin for the first pair.
+        hears_others: whether other hosts' evidence may decide, too.
     """
 
-    def __init__(self, settings: CanarySettings, old: str, new: str, num_spec_tokens: int, *, old_begins: bool) -> None:
+    def __init__(
+        self,
+        settings: CanarySettings,
+        old: str,
+        new: str,
+        num_spec_tokens: int,
+        *,
+        old_begins: bool,
+        hears_others: bool = False,
+    ) -> None:
         self.settings, self.old, self.new, self.num_spec_tokens = settings, old, new, num_spec_tokens
+        self._hears_others = hears_others
+        self.heard: dict[str, Floats] = {}
+        """Sums of other trials' bets, by workload."""
+        self.num_others = 0
+        """Other hosts' trials that were heard of."""
         self.pairs = self.rounds = 0
         self._evidence: dict[str, Evidence] = {ALL: Evidence(num_spec_tokens)}
         self._workloads = WorkloadNames()
@@ -182,6 +203,15 @@ class Canary:
             self._open(old_begins)
         return self._verdict
 
+    def report(self) -> dict[str, Floats]:
+        """Evidence by workload for other hosts ("": all traffic): each bet's ln, [2 + M, B]."""
+        return {name: one.log_bets for name, one in self._evidence.items()}
+
+    def hear(self, others: Mapping[str, Floats], num_others: int) -> None:
+        """Take over the sums of other trials' reports, in place of those heard before. They count from the next pair on."""
+        if self._hears_others:
+            self.heard, self.num_others = dict(others), num_others
+
     def give_up(self, why: str) -> Verdict:
         """End for lack of time: an undecided comparison is unproven."""
         if self._verdict.decision == "undecided":
@@ -213,9 +243,12 @@ class Canary:
         }
 
     @classmethod
-    def restored(cls, settings: CanarySettings, state: dict[str, Any], *, old_begins: bool) -> Canary:
+    def restored(
+        cls, settings: CanarySettings, state: dict[str, Any], *, old_begins: bool, hears_others: bool = False
+    ) -> Canary:
         """Go on from a `state`. Raises KeyError, TypeError, ValueError if it isn't one."""
-        made = cls(settings, state["old"], state["new"], int(state["num_spec_tokens"]), old_begins=old_begins)
+        coins = {"old_begins": old_begins, "hears_others": hears_others}
+        made = cls(settings, state["old"], state["new"], int(state["num_spec_tokens"]), **coins)
         made.pairs, made.rounds = int(state["pairs"]), int(state["rounds"])
         made._evidence = {name: Evidence.restored(one) for name, one in state["evidence"].items()}
         made._workloads = WorkloadNames(made._evidence.keys() - {ALL})
@@ -247,21 +280,47 @@ class Canary:
         worst, above_bar = self._farthest("worse")
         if above_bar >= 0.0:
             return self._say("worse", worst, "accepts fewer of the new version's drafts")
+        if self._is_joined("worse"):
+            return self._say(
+                "worse",
+                ALL,
+                f"accepts fewer of the new version's drafts, together with other hosts' trials ({self.num_others})",
+            )
         best, above_bar = self._farthest("better")
+        why = "accepts more of the new version's drafts"
+        if above_bar < 0.0 and self._is_joined("better"):
+            best, above_bar, why = ALL, 0.0, f"{why}, together with other hosts' trials ({self.num_others})"
         is_doubtful = any(float(one.log_e[_WORSE]) >= LOG_DOUBT for one in self._evidence.values())
         unsure = self._unsure() if above_bar >= 0.0 else ""
         if above_bar >= 0.0 and not is_doubtful and not unsure:
-            return self._say("better", best, "accepts more of the new version's drafts")
+            return self._say("better", best, why)
         worst = unsure or worst
         if self.rounds >= self.settings.max_rounds * (PATIENCE if unsure else 1):
             return self._say("unproven", worst, f"shows no proven difference after {self.rounds} rounds")
         return self._say("undecided", worst, "isn't shown to lose little yet" if unsure else "looks worst so far")
 
+    def _is_joined(self, decision: Literal["worse", "better"]) -> bool:
+        """Whether the evidence of all hosts decides, and this host's own traffic points the same way."""
+        own, others = self._evidence[ALL], self.heard.get(ALL)
+        if others is None or self.pairs < LEAST_PAIRS:
+            return False
+        points = own.change < 0.0 if decision == "worse" else own.change > 0.0
+        which = _WORSE if decision == "worse" else _BETTER
+        return bool(points and float(own.log_e_with(others)[which]) >= self._log_bar(decision))
+
+    def _log_bar(self, decision: Literal["worse", "better"], number: int = 0) -> float:
+        """As the settings have it; where others are heard, all traffic's is shared by two tests."""
+        return self.settings.log_bar(decision, number) + (math.log(2.0) if self._hears_others and number == 0 else 0.0)
+
     def _unsure(self) -> str:
         """The workload that is least shown to lose little; "" when all are, or there is only one."""
         rounds = {name: one.rounds for name, one in self._evidence.items() if name != ALL}
         shares = {name: count / max(sum(rounds.values()), 1.0) for name, count in rounds.items()}
-        held = {name: float(self._evidence[name].log_e_held(share)) for name, share in shares.items() if share >= LEAST_SHARE}
+        held = {
+            name: float(self._evidence[name].log_e_held(np.asarray(share), self.heard.get(name, 0.0)))
+            for name, share in shares.items()
+            if share >= LEAST_SHARE
+        }
         least = min(held, key=held.__getitem__, default="")
         return least if len(held) > 1 and held[least] < LOG_HELD else ""
 
@@ -269,7 +328,7 @@ class Canary:
         """Name of the evidence farthest above its bar (or least below), and the distance."""
         which = _WORSE if decision == "worse" else _BETTER
         above = {
-            name: float(one.log_e[which]) - self.settings.log_bar(decision, number)
+            name: float(one.log_e[which]) - self._log_bar(decision, number)
             for number, (name, one) in enumerate(self._evidence.items())
         }
         return max(above.items(), key=lambda item: item[1])

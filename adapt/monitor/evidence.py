@@ -21,6 +21,9 @@ variance for independent rounds, I = Σ_j w_j · p_j · n_a,j · n_b,j / (n_a,j 
 that dispersion. It is estimated from earlier pairs, and used as far as it isn't chance. One pair can at most double E: no
 single burst of traffic decides, and short windows decide after fewer rounds.
 
+Trials of the same two versions on other hosts have coins of their own. So each bet's results multiply over all trials, and the
+mean of the products is tested in the same way (`log_bets`, `log_e_with`).
+
 To be promoted, a version must also be shown to lose little on every workload. For a margin m, D + m·I takes the place of D: the
 bets are on the gain over a loss of m. At a loss of m this is symmetric about 0 only nearly; `benchmarks.canary` has the error.
 
@@ -108,7 +111,7 @@ class Evidence:
     @property
     def log_e(self) -> Floats:
         """ln of the e-values [..., 2]: that the new drafter accepts less, and that it accepts more."""
-        return self._log_e_of_all[..., :2]
+        return self.log_e_with(0.0)[..., :2]
 
     @property
     def rounds(self) -> Floats:
@@ -116,20 +119,30 @@ class Evidence:
         made: Floats = self._trials[..., 0]
         return made
 
-    def log_e_held(self, share: Floats) -> Floats:
+    @property
+    def log_bets(self) -> Floats:
+        """ln of what every bet has made so far [..., 2 + M, B]; for the same two versions, those of several hosts add up."""
+        return self._log_bets.copy()
+
+    def log_e_with(self, others: Floats | float) -> Floats:
+        """ln of the e-values [..., 2 + M] of this traffic and others' together: accepts less, more, loses less than a margin.
+
+        Args:
+            others: sum of their `log_bets`.
+        """
+        made: Floats = np.logaddexp.reduce(self._log_bets + others + _LOG_WEIGHTS, axis=-1)
+        return made
+
+    def log_e_held(self, share: Floats, others: Floats | float = 0.0) -> Floats:
         """ln of the e-value that this traffic loses less than its margin, [...].
 
         Args:
             share: of all rounds, [...]. The margin is the largest of MARGINS that costs all traffic at most `MOST_COST`.
+            others: as in `log_e_with`.
         """
         which = (np.array(MARGINS[1:]) * np.asarray(share)[..., None] <= MOST_COST).sum(axis=-1)
-        held: Floats = np.take_along_axis(self._log_e_of_all, which[..., None] + 2, axis=-1)[..., 0]
+        held: Floats = np.take_along_axis(self.log_e_with(others), which[..., None] + 2, axis=-1)[..., 0]
         return held
-
-    @property
-    def _log_e_of_all(self) -> Floats:
-        made: Floats = np.logaddexp.reduce(self._log_bets + _LOG_WEIGHTS, axis=-1)  # [..., 2 + M]
-        return made
 
     @property
     def change(self) -> Floats:
@@ -154,4 +167,6 @@ class Evidence:
         return made
 
 
+BETS_SHAPE = _LOG_WEIGHTS.shape
+"""[2 + M, B]."""
 _FIELDS = ("trials", "successes", "log_bets", "score", "information", "squares", "pairs")

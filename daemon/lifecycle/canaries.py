@@ -49,6 +49,7 @@ class Canaries:
 
     Args:
         on_end: called with (trial, decision, text); the rollout has no trial by then.
+        hears_others: whether other hosts' evidence may decide, too.
     """
 
     def __init__(
@@ -65,14 +66,17 @@ class Canaries:
         clock: Callable[[], float],
         monotonic: Callable[[], float],
         on_end: Callable[[Trial, str, str], None],
+        hears_others: bool = False,
     ) -> None:
-        self._settings, self._rollout = settings, rollout
+        self._settings, self._rollout, self._hears_others = settings, rollout, hears_others
         self._engines, self._drafters, self._swaps, self._controller_of = engines, drafters, swaps, controller_of
         self._store, self._journal, self._clock, self._monotonic = store, journal, clock, monotonic
         self._on_end = on_end
         self._coin = secrets.SystemRandom()
         self._failed: dict[str, str] = {}
         self.results: Counter[str] = Counter()
+        self.latest: Trial | None = None
+        """The trial that began last since the daemon's start, running or not."""
 
     # --- beginning and ending -----------------------------------------------------------------------------------------
 
@@ -86,10 +90,10 @@ class Canaries:
             settings = dataclasses.replace(settings, max_rounds=min(max_rounds, settings.max_rounds))
         most = max(self._engines.drafts_most(self._monotonic()).values(), default=1)
         now_s = self._monotonic()
-        self._rollout.trial = Trial(
+        self._rollout.trial = self.latest = Trial(
             operation.operation_id,
             kind,
-            Canary(settings, old, new, max(most, 1), old_begins=self._toss_coin()),
+            Canary(settings, old, new, max(most, 1), old_begins=self._toss_coin(), hears_others=self._hears_others),
             self._drafters.manifest(new).sha256,
             self._clock(),
             now_s,
@@ -149,7 +153,8 @@ class Canaries:
         if not self._drafters.shares_cache(row["old"], row["new"]):
             settings = dataclasses.replace(settings, window_s=settings.reset_window_s)
         settings = dataclasses.replace(settings, max_rounds=min(state["max_rounds"], settings.max_rounds))
-        return Canary.restored(settings, state["canary"], old_begins=self._toss_coin())
+        coin, hears_others = self._toss_coin(), self._hears_others
+        return Canary.restored(settings, state["canary"], old_begins=coin, hears_others=hears_others)
 
     def _decision_of(self, row: dict[str, Any]) -> str:
         """Decision by the stored evidence."""
@@ -165,7 +170,7 @@ class Canaries:
         except (HonedError, KeyError, TypeError, ValueError) as error:
             self._write_end(row, "failed", f"it can't be resumed: {error}")
             return set()
-        self._rollout.trial = Trial(
+        self._rollout.trial = self.latest = Trial(
             row["operation_id"],
             row["kind"],
             canary,

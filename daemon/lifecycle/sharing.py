@@ -2,13 +2,16 @@
 
     active, and made here   -> pushed to `registry.url`
     newer there than here   -> fetched -> (`registry.try_fetched`) a canary on live traffic -> promoted, or not
+    a trial runs            -> (`registry.pool_evidence`) its evidence goes there, and other hosts' comes here
 
 An unreachable registry is retried; nothing else waits for it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+import socket
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +27,7 @@ from honed.daemon.lifecycle.drafters import Drafters
 from honed.daemon.lifecycle.eligible_engines import EligibleEngines
 from honed.daemon.lifecycle.lifecycle import Lifecycle
 from honed.daemon.lifecycle.rollout import Rollout
+from honed.daemon.lifecycle.trial import Trial
 from honed.daemon.settings.sections import RegistrySettings
 from honed.daemon.store import canary_tables
 from honed.daemon.store.journal import Journal
@@ -34,6 +38,8 @@ from honed.recalib.registry.shared import SharedRegistry
 
 log = structlog.get_logger("honed.sharing")
 
+EVIDENCE_S = 15.0
+"""Longest interval of looks while a trial runs and evidence is pooled."""
 MOST_CLOSE_S = 10.0
 """Longest wait for a running copy when the daemon ends."""
 _CREDENTIALS = re.compile(r"//\S*@")
@@ -76,6 +82,10 @@ class Sharing:
         self._seen: set[str] = set()
         """Weights fetched or pushed since the daemon started; those removed here aren't fetched again."""
         self._untried = ""
+        self._telling: Trial | None = None
+        """The trial whose evidence goes there."""
+        self._told: Trial | None = None
+        """The one whose evidence was told for the last time, after its end."""
         self._is_loaded = False
         self.moved: Counter[str] = Counter()
         """Counts of versions "pushed" and "fetched"."""
@@ -90,8 +100,12 @@ class Sharing:
         if not self._is_loaded:
             self._is_loaded, self._untried = True, self._left_untried()
             self._thread.start()
+        trial = self._canaries.latest if self._settings.pool_evidence else None
+        if trial is not None and trial is not self._telling and trial is not self._told:
+            self._telling, self._next_s = trial, min(self._next_s, now_s + EVIDENCE_S)
         if now_s >= self._next_s and not self._is_exchanging:
-            self._next_s, self._is_exchanging = now_s + self._settings.poll_s, True
+            wait_s = self._settings.poll_s if self._telling is None else min(self._settings.poll_s, EVIDENCE_S)
+            self._next_s, self._is_exchanging = now_s + wait_s, True
             self._work.put(partial(self._exchange, self._shared))
         if self._untried and self._settings.try_fetched:
             self._try_out(self._untried)
@@ -144,6 +158,7 @@ class Sharing:
                     self._note("fetched", made, True)
                     with self._lock:
                         self._untried = made.version
+            self._pool(shared)
             with self._lock:
                 self.last_error, self.last_success_unix_s = "", self._clock()
         except RegistryError as error:
@@ -152,6 +167,29 @@ class Sharing:
                 self.errors, self.last_error = self.errors + 1, without_credentials(str(error))
         finally:
             self._is_exchanging = False
+
+    def _pool(self, shared: SharedRegistry) -> None:
+        """Tell others how the versions on trial do here, and hear how they do there."""
+        with self._lock:
+            trial = self._telling
+            if trial is None:
+                return
+            is_over = trial is not self._rollout.trial
+            canary = trial.canary
+            try:
+                old = self._drafters.manifest(canary.old).sha256
+            except HonedError:  # removed since
+                self._told, self._telling = trial, None
+                return
+            pairs, evidence = canary.pairs, canary.report()
+        name = hashlib.sha256(f"{socket.gethostname()} {trial.operation_id} {trial.kind}".encode()).hexdigest()[:32]
+        shared.tell(old, trial.new_sha256, name, pairs, evidence)
+        others, num_others = shared.heard(old, trial.new_sha256, name)
+        with self._lock:
+            if is_over:
+                self._told, self._telling = trial, None
+            else:
+                canary.hear(others, num_others)
 
     def _manifest_of_active(self) -> Manifest | None:
         drafters = self._drafters

@@ -57,6 +57,7 @@ class Trial:
             "evidence_worse": verdict.evidence_worse,
             "evidence_better": verdict.evidence_better,
             "change": verdict.change,
+            "other_trials": canary.num_others,
             "text": verdict.text,
             "workloads": canary.figures(),
         }

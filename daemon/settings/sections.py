@@ -196,6 +196,9 @@ class RegistrySettings(Section):
     """Try other hosts' versions for the same target on live traffic, like a candidate made here."""
     poll_s: float = 300.0
     """Interval of checks of `url`."""
+    pool_evidence: bool = False
+    """Hosts tell each other at `url` how the versions on trial do, and decide together, each as far as its own traffic points
+    the same way. Whoever may write there can then hasten a promotion or a roll-back."""
 
     RANGES: ClassVar[Ranges] = {"keep_versions": Range(0), "poll_s": Range(0, 1e9, excludes_low=True)}
 

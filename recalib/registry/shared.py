@@ -1,33 +1,74 @@
 """A registry shared by several hosts: versions that passed the gate on one can be tried on the others.
 
     URL/versions/<sha256 of the weights>/{model.safetensors,config.json,manifest.json}
+    URL/evidence/<sha256 of the old weights>/<sha256 of the new>/<trial>.json
 
 The URL is fsspec's (`file:///mnt/nfs/honed`, `s3://bucket/honed`, …). Versions are named by their content, since each host's
 registry has its own numbers. honed never changes or removes anything there. A version exists once its manifest does, which is
 written last. Fetched files are compared with it before they enter the registry. Each host keeps its own aliases: it decides
 itself which version is active.
+
+Evidence is what a trial's bets have made so far (`adapt.monitor.evidence`). Only its own host writes a trial's file, again and
+again. Trials are kept: a product over all is a test, over chosen ones it isn't. The first `MOST_TRIALS` by name are read: names
+are random.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
+from honed.adapt.monitor.evidence import BETS_SHAPE
+from honed.adapt.protocol.arrays import Floats
+from honed.adapt.protocol.workloads import MAX_WORKLOADS
 from honed.recalib.registry.durable import MAX_DOCUMENT_BYTES, sha256_file
 from honed.recalib.registry.manifest import CONFIG, MANIFEST, WEIGHTS, Manifest, RegistryError
 from honed.recalib.registry.registry import Registry
 
 T = TypeVar("T")
+_STAMPS = frozenset(("size", "mtime", "created", "ETag", "LastModified", "etag", "md5Hash", "updated"))
+"""What file systems say of a file that was written anew."""
 
 _ONE_ATTEMPT = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": _ONE_ATTEMPT, "s3a": _ONE_ATTEMPT}
 """By protocol. s3fs repeats a request by itself: botocore's own repetitions would make it 25 times 15 s."""
+MOST_TRIALS = 256
+"""Trials of two versions that are read."""
+_TRIAL = re.compile(r"[0-9a-f]{8,64}\.json")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class TrialReport(msgspec.Struct, frozen=True):
+    """A trial's evidence, as its host tells it."""
+
+    pairs: int
+    """Pairs of windows so far."""
+    log_bets: dict[str, list[list[float]]]
+    """By workload ("": all traffic), each bet's ln, [2 + M, B]."""
+
+    def arrays(self) -> dict[str, Floats]:
+        """The bets by workload. Raises ValueError for what no trial can have: a pair at most doubles a bet."""
+        if not 0 <= self.pairs <= MOST_PAIRS or len(self.log_bets) > MAX_WORKLOADS + 2:
+            raise ValueError(f"{self.pairs} pairs, {len(self.log_bets)} workloads")
+        found = {name: np.array(bets, dtype=np.float64) for name, bets in self.log_bets.items()}
+        for name, bets in found.items():
+            if (
+                bets.shape != BETS_SHAPE
+                or not (bets <= self.pairs * math.log(2.0) + 1e-6).all()
+                or not (bets > -LEAST_LOG).all()
+            ):
+                raise ValueError(f"workload {name[:64]!r}: no bets of {self.pairs} pairs")
+        return found
+
+
+MOST_PAIRS, LEAST_LOG = 10_000_000, 1e9
 
 
 class SharedRegistry:
@@ -49,7 +90,10 @@ class SharedRegistry:
         except (ImportError, ValueError) as error:  # "Install s3fs to access S3", "Protocol not known: …"
             raise RegistryError(f"registry.url = {url!r} can't be used: {error}") from error
         self._versions = f"{self._root.rstrip('/')}/versions"
+        self._evidence = f"{self._root.rstrip('/')}/evidence"
         self._known: dict[str, Manifest] = {}
+        self._heard: dict[str, tuple[str, dict[str, Floats]]] = {}
+        """By file: what tells its content apart, and its evidence."""
 
     def push(self, version: str) -> bool:
         """Copy a version there, after comparing its bytes with its manifest. False: it was already there.
@@ -114,6 +158,57 @@ class SharedRegistry:
             for name in ("parent", "scope", "figures", "data_window", "vllm_version", "note", "origin")
         }
         return self._reaching(lambda: self._registry.create(write, target_path=target_path, **about))
+
+    def tell(self, old: str, new: str, trial: str, pairs: int, evidence: Mapping[str, Floats]) -> None:
+        """Write a trial's evidence, in place of what it told before. Raises RegistryError.
+
+        Args:
+            old, new: digests of the weights that take turns.
+            trial: its name, hexadecimal and random.
+        """
+        report = TrialReport(pairs, {name: bets.tolist() for name, bets in evidence.items()})
+        folder = f"{self._evidence}/{old}/{new}"
+
+        def write() -> None:
+            self._fs.makedirs(folder, exist_ok=True)
+            self._fs.pipe_file(f"{folder}/{trial}.json", msgspec.json.encode(report))
+
+        self._reaching(write)
+
+    def heard(self, old: str, new: str, trial: str) -> tuple[dict[str, Floats], int]:
+        """Sums of the evidence of all other trials of these two, by workload, and their number. Raises RegistryError."""
+        folder = f"{self._evidence}/{old}/{new}"
+
+        def read() -> list[dict[str, Floats]]:
+            self._fs.invalidate_cache()
+            if not self._fs.isdir(folder):
+                return []
+            files = {str(about["name"]).rsplit("/", 1)[-1]: about for about in self._fs.ls(folder, detail=True)}
+            names = sorted(name for name in files if _TRIAL.fullmatch(name) and name != f"{trial}.json")[:MOST_TRIALS]
+            return [found for name in names if (found := self._evidence_in(f"{folder}/{name}", files[name])) is not None]
+
+        self._heard = {place: known for place, known in self._heard.items() if place.startswith(f"{folder}/")}
+        all_found = self._reaching(read)
+        sums: dict[str, Floats] = {}
+        for found in all_found:
+            for name, bets in found.items():
+                sums[name] = sums.get(name, 0.0) + bets
+        return sums, len(all_found)
+
+    def _evidence_in(self, place: str, about: dict[str, Any]) -> dict[str, Floats] | None:
+        """A file's evidence, read again only if it has changed; None for what isn't evidence."""
+        if about.get("type") != "file" or not 0 < (about.get("size") or 0) <= MAX_DOCUMENT_BYTES:
+            return None
+        stamp = repr(sorted((key, str(value)) for key, value in about.items() if key in _STAMPS))
+        known = self._heard.get(place)
+        if known is None or known[0] != stamp:
+            try:
+                text = self._fs.cat_file(place, start=0, end=MAX_DOCUMENT_BYTES)
+                known = stamp, msgspec.json.decode(text, type=TrialReport).arrays()
+            except (FileNotFoundError, msgspec.DecodeError, ValueError, TypeError):
+                return None
+            self._heard[place] = known
+        return known[1]
 
     def _size(self, place: str) -> int | None:
         """Bytes of a file; None if unknown, or for what is no file: a pipe would block for ever. Raises FileNotFoundError."""

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from honed.adapt.monitor.canary import Canary, CanarySettings, Verdict
+from honed.adapt.monitor.canary import LEAST_PAIRS, Canary, CanarySettings, Verdict
 from honed.adapt.protocol.workloads import MAX_WORKLOADS, OTHER_WORKLOAD
 from tests.adapt.simulate import make_batch, simulate_rounds
 
@@ -186,3 +186,57 @@ def test_an_unlabelled_workload_is_not_taken_for_all_traffic():
 
 def test_before_the_first_pair_nothing_is_known():
     assert make_canary().verdict == Verdict("undecided", text="nothing was compared yet")
+
+
+SHORT = CanarySettings(window_s=0.0)
+
+
+def evidence_of(change, pairs=LEAST_PAIRS, seed=20):
+    """What trials on ten other hosts have found after so many pairs."""
+    rng, sums = np.random.default_rng(seed), {}
+    for _ in range(10):
+        canary = Canary(SHORT, "v1", "v2", K, old_begins=True)
+        for _ in range(2 * pairs):
+            window(canary, rng, {"v2": np.clip(CURVE * (1.0 + change), 0.0, 0.99)}, size=12)
+        for name, bets in canary.report().items():
+            sums[name] = sums.get(name, 0.0) + bets
+    return sums
+
+
+def joined(change, others, pairs, hears_others=True, seed=24):
+    """A trial that hears others, after so many pairs of its own, which are too few to decide by themselves."""
+    rng = np.random.default_rng(seed)
+    canary = Canary(SHORT, "v1", "v2", K, old_begins=True, hears_others=hears_others)
+    canary.hear(others, 10)
+    for _ in range(2 * pairs):
+        window(canary, rng, {"v2": np.clip(CURVE * (1.0 + change), 0.0, 0.99)}, size=12)
+    return canary.verdict
+
+
+@pytest.mark.parametrize(("change", "decision"), [(0.05, "better"), (-0.07, "worse")])
+def test_many_hosts_decide_together_what_one_alone_could_not(change, decision):
+    others = evidence_of(change)
+    assert joined(change, {}, LEAST_PAIRS).decision == "undecided"
+    assert joined(change, others, LEAST_PAIRS - 1).decision == "undecided", "a host looks at its own traffic first"
+    verdict = joined(change, others, LEAST_PAIRS)
+    assert verdict.decision == decision
+    assert "together with other hosts' trials (10)" in verdict.text
+    assert joined(change, others, LEAST_PAIRS, hears_others=False).decision == "undecided"
+
+
+@pytest.mark.parametrize(("own", "others"), [(-0.05, 0.05), (0.07, -0.07)])
+def test_a_host_whose_own_traffic_speaks_against_it_does_not_follow(own, others):
+    assert joined(own, evidence_of(others), LEAST_PAIRS).decision == "undecided"
+
+
+def test_hearing_others_makes_a_host_s_own_test_stricter_by_the_half_that_the_common_one_takes():
+    def rounds(hears_others):
+        canary = Canary(FAST, "v1", "v2", K, old_begins=True, hears_others=hears_others)
+        verdict = run(canary, np.random.default_rng(22), {"v2": CURVE * 0.93})
+        return verdict.decision, verdict.rounds, verdict.evidence_worse
+
+    (alone, few, bar), (strict, more, higher_bar) = rounds(False), rounds(True)
+    assert alone == strict == "worse"
+    assert more >= few
+    assert higher_bar >= np.log10(2 / (FAST.false_roll_back * 0.94)) > np.log10(1 / (FAST.false_roll_back * 0.94))
+    assert bar >= np.log10(1 / (FAST.false_roll_back * 0.94))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
@@ -130,3 +131,44 @@ def test_nobody_is_shown_the_credentials_in_the_url(folder: Path) -> None:
                 assert '"memory://bucket/honed"' in answer
     finally:
         service.stop()
+
+
+def test_hosts_that_pool_their_evidence_decide_together(make_host: Callable[..., Host]) -> None:
+    one, other = make_host("one", pool_evidence=True), make_host("other", pool_evidence=True, try_fetched=False)
+    before = one.service.drafters.active
+    made = one.make(1.0)
+    with one.service.lock:
+        operation = one.service.operations.create("recalibrate", "canary", "test", "test", None, version=made.version)
+        one.service.lifecycle.try_out(operation, made.version)
+    one.engine.acceptance = {before: 0.4, made.version: 0.7}
+    one.engine.serve(lambda: one.service.drafters.active == made.version, "the promotion on the first host")
+    wait_for(lambda: other.shared()["fetched"] == 1, "the version on the other host")
+
+    name = f"v0002-{made.sha256[:8]}"
+    with other.service.lock:
+        operation = other.service.operations.create("adopt", "canary", "test", "test", None, version=name)
+        other.service.lifecycle.try_out(operation, name)
+        trial = other.service.rollout.trial
+    assert trial is not None
+    other.engine.serve(lambda: trial.canary.num_others == 1, "the other's evidence", rounds=0)
+    first = one.service.canaries.latest
+    assert first is not None
+    assert trial.canary.heard.keys() == {"", "default"}
+    assert np.array_equal(trial.canary.heard[""], first.canary.report()[""]), "the last word of a trial that is over"
+    other.engine.acceptance = {before: 0.40, name: 0.43}
+    other.engine.serve(lambda: other.service.rollout.trial is None, "the verdict")
+    assert trial.canary.verdict.decision == "better"
+    assert (one.shared()["errors"], other.shared()["errors"]) == (0, 0)
+
+
+def test_hosts_that_do_not_pool_tell_nothing(make_host: Callable[..., Host], folder: Path) -> None:
+    one = make_host("one")
+    before = one.service.drafters.active
+    made = one.make(1.0)
+    with one.service.lock:
+        operation = one.service.operations.create("recalibrate", "canary", "test", "test", None, version=made.version)
+        one.service.lifecycle.try_out(operation, made.version)
+    one.engine.acceptance = {before: 0.4, made.version: 0.7}
+    one.engine.serve(lambda: one.service.drafters.active == made.version, "the promotion")
+    wait_for(lambda: one.shared()["pushed"] == 1, "the push")
+    assert not (folder / "shared" / "evidence").exists()

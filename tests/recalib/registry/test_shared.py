@@ -7,12 +7,14 @@ import os
 import secrets
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from honed.adapt.monitor.evidence import BETS_SHAPE
 from honed.recalib.registry.durable import MAX_DOCUMENT_BYTES
 from honed.recalib.registry.manifest import Figures
 from honed.recalib.registry.registry import Registry, RegistryError
-from honed.recalib.registry.shared import SharedRegistry
+from honed.recalib.registry.shared import MOST_TRIALS, SharedRegistry
 from tests.recalib.registry.test_registry import checkpoint
 
 
@@ -202,3 +204,60 @@ def test_a_pipe_in_the_shared_place_blocks_nobody(tmp_path: Path, target: Path, 
     else:
         with pytest.raises(RegistryError, match="has None bytes"):
             other.fetch(made, str(target))
+
+
+OLD, NEW = "a" * 64, "b" * 64
+
+
+def bets(value: float) -> np.ndarray:
+    return np.full(BETS_SHAPE, value)
+
+
+def test_trials_add_up_and_a_host_hears_all_but_its_own(here: Side, there: Side) -> None:
+    assert here[1].heard(OLD, NEW, "1" * 32) == ({}, 0)
+    here[1].tell(OLD, NEW, "1" * 32, 40, {"": bets(1.0), "code": bets(2.0)})
+    there[1].tell(OLD, NEW, "2" * 32, 40, {"": bets(-3.0)})
+    there[1].tell(OLD, NEW, "3" * 32, 40, {"": bets(0.5), "code": bets(0.25)})
+    there[1].tell(NEW, OLD, "4" * 32, 40, {"": bets(9.0)})
+    sums, number = here[1].heard(OLD, NEW, "1" * 32)
+    assert number == 2
+    assert {name: found[0, 0] for name, found in sums.items()} == {"": -2.5, "code": 0.25}
+    assert there[1].heard(OLD, NEW, "2" * 32)[0]["code"][0, 0] == 2.25
+
+
+def test_what_a_trial_tells_anew_takes_its_former_place(here: Side, there: Side) -> None:
+    for pairs in (10, 11):
+        here[1].tell(OLD, NEW, "1" * 32, pairs, {"": bets(0.1 * pairs)})
+        sums, number = there[1].heard(OLD, NEW, "2" * 32)
+        assert (number, sums[""][0, 0]) == (1, pytest.approx(0.1 * pairs))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"pairs": 3, "log_bets": {"": [[1.0]]}}',
+        '{"pairs": 3, "log_bets": {"": 7}}',
+        json.dumps({"pairs": 3, "log_bets": {"": np.full(BETS_SHAPE, 3.0).tolist()}}),
+        json.dumps({"pairs": -1, "log_bets": {"": np.zeros(BETS_SHAPE).tolist()}}),
+        json.dumps({"pairs": 10**12, "log_bets": {"": np.full(BETS_SHAPE, 1e9).tolist()}}),
+        json.dumps({"pairs": 3, "log_bets": {"": np.full(BETS_SHAPE, -1e300).tolist()}}),
+        json.dumps({"pairs": 3, "log_bets": {str(i): np.zeros(BETS_SHAPE).tolist() for i in range(100)}}),
+        json.dumps({"pairs": 3, "log_bets": {}, "more": " " * MAX_DOCUMENT_BYTES}),
+        '{"pairs": 3, "log_bets": {"": ' + json.dumps(np.full(BETS_SHAPE, np.nan).tolist()) + "}}",
+    ],
+)
+def test_evidence_that_no_trial_can_have_is_not_counted(here: Side, there: Side, text: str) -> None:
+    here[1].tell(OLD, NEW, "1" * 32, 40, {"": bets(1.0)})
+    there[1]._fs.pipe_file(f"{there[1]._evidence}/{OLD}/{NEW}/{'5' * 32}.json", text.encode())
+    there[1]._fs.pipe_file(f"{there[1]._evidence}/{OLD}/{NEW}/readme.txt", b"not a trial")
+    sums, number = there[1].heard(OLD, NEW, "2" * 32)
+    assert (number, sums[""][0, 0]) == (1, 1.0)
+
+
+def test_of_very_many_trials_some_are_read_whatever_they_say(here: Side) -> None:
+    for one in range(MOST_TRIALS + 20):
+        here[1].tell(OLD, NEW, f"{one:032x}", 40, {"": bets(float(one < MOST_TRIALS))})
+    sums, number = here[1].heard(OLD, NEW, "f" * 32)
+    assert (number, sums[""][0, 0]) == (MOST_TRIALS, MOST_TRIALS)
