@@ -66,12 +66,12 @@ def check_metrics(http: HttpSettings, fetch: Fetch) -> Iterator[Check]:
         return
     if http.metrics_web_config is not None:
         try:
-            WebConfigFile(http.metrics_web_config)
+            scheme = "http" if WebConfigFile(http.metrics_web_config).context is None else "https"
         except StartError as error:
             yield Check("metrics", "error", str(error), "Correct it: the daemon can't start with it, and keeps its last one.")
             return
         text = f"{address} wants what http.metrics_web_config says (TLS, a password), so it wasn't read from here"
-        yield Check("metrics", "unknown", text, "Try it as Prometheus does: `curl --user USER https://HOST:PORT/metrics`.")
+        yield Check("metrics", "unknown", text, f"Try it as Prometheus does: `curl --user USER {scheme}://HOST:PORT/metrics`.")
         return
     address = address.replace("0.0.0.0:", "127.0.0.1:").replace("[::]:", "[::1]:")
     code, body = fetch(f"http://{address}/metrics")

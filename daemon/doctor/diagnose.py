@@ -73,6 +73,8 @@ def diagnose(asked: Asked, connection: Connection) -> list[Check]:
     status, answer = _status(open_client, settings.paths.runtime_dir)
     if status is not None or not any(c.subject == "admin socket" and c.level != "ok" for c in host):
         checks += answer  # otherwise the socket's check already reported it
+    is_connected = (status or {}).get("trainer") is not None
+    checks += doctor_host.check_torch(settings.trainer_settings().device, is_connected=is_connected)
     checks += _command(asked.command) if asked.command else _running(settings, status)
     checks += _memory(settings, status, asked.command)
     if status is not None:

@@ -30,7 +30,6 @@ def check_host(settings: Settings) -> Iterator[Check]:
     yield from check_room(paths.state_dir, settings.store.max_raw_bytes, _size(paths.database))
     yield from check_socket("admin socket", paths.admin_socket)
     yield from check_socket("engine socket", paths.engine_socket)
-    yield from check_torch(settings.trainer_settings().device)
 
 
 def check_sqlite() -> Iterator[Check]:
@@ -145,9 +144,15 @@ def check_socket(subject: str, path: Path) -> Iterator[Check]:
         yield Check(subject, "ok", f"{path}, mode {mode:04o}, answers")
 
 
-def check_torch(device: str) -> Iterator[Check]:
-    """Check the trainer's device and PyTorch, without loading PyTorch."""
-    if find_spec("torch") is None:
+def check_torch(device: str, *, is_connected: bool = False) -> Iterator[Check]:
+    """Check the trainer's device and PyTorch, without loading PyTorch.
+
+    Args:
+        is_connected: whether the daemon has a trainer, which may run in another container or environment.
+    """
+    if find_spec("torch") is None and is_connected:
+        yield Check("trainer", "ok", "one is connected; it runs in another environment than this command")
+    elif find_spec("torch") is None:
         cure = "pip install '/path/to/honed[train]'"
         yield Check("trainer", "warning", "PyTorch isn't installed here: nothing is retrained", cure)
     elif device.startswith("cuda") and not os.path.exists("/dev/nvidiactl"):

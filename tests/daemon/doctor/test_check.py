@@ -134,6 +134,7 @@ def test_a_trainer_without_pytorch_or_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     assert only(doctor_host.check_torch("cuda:0")).level == "error"
     monkeypatch.setattr(doctor_host, "find_spec", lambda name: None)
     assert "pip install '/path/to/honed[train]'" in only(doctor_host.check_torch("cpu")).cure
+    assert only(doctor_host.check_torch("cpu", is_connected=True)).level == "ok", "a trainer in another container"
 
 
 def test_a_trainer_on_cuda_needs_a_compiler_and_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
