@@ -26,9 +26,9 @@ from honed.adapt.monitor.evidence import Evidence
 from honed.adapt.protocol.arrays import Floats
 
 HOSTS = (1, 10, 100, 1000)
-SIMULATED = 200_000
+SIMULATED = 20_000
 """Hosts of each case, over all fleets; fleets at least."""
-LEAST_FLEETS = 200
+LEAST_FLEETS = 20
 HEARD = 15
 CASES: dict[str, tuple[float, float]] = {
     "a/a": (0.0, 0.0),
