@@ -8,7 +8,7 @@ STAMP := $(VENV)/.honed-setup
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
 .PHONY: setup demo test test-share test-faults test-proofs test-trees test-runners test-parallel test-calibrate test-api test-systemd
-.PHONY: test-observability test-zoo
+.PHONY: test-observability test-zoo test-container
 .PHONY: contract lint structure typecheck dashboards docs reference dist clean help
 .PHONY: bench gpu
 
@@ -29,6 +29,7 @@ help:
 	@echo "make dist           wheel and sdist, in dist/, with a README whose links work on a package index"
 	@echo "make test-api       1,000 made-up requests for each operation of the admin API"
 	@echo "make test-systemd   honed as services under a systemd of its own, beside a vLLM service (root, some minutes)"
+	@echo "make test-container deploy/: images built, the compose file brought up with podman, manifests validated (root, some minutes)"
 	@echo "make test-calibrate an untrained drafter is calibrated on a running vLLM (minutes)"
 	@echo "make setup          the virtual environment, vLLM included; every other target makes it when it is missing"
 	@echo "make reference dashboards  writes docs/reference.md and the dashboards from the code"
@@ -68,6 +69,11 @@ test-share: setup
 	@echo "== two hosts share versions on an S3 server: well, gone, mute, full, cut off, hostile (some 2 minutes)"
 	@$(BIN)/python -m pip install --quiet -e ".[s3]" "moto[server]>=5"
 	@HONED_TEST_SHARE=1 $(BIN)/python -m pytest tests/daemon/share tests/recalib/registry/test_shared.py
+
+test-container: setup
+	@echo "== images, the compose file and Kubernetes' manifests with podman, as root (some 6 minutes, and as many for new images)"
+	@$(BIN)/python -m pip install --quiet "podman-compose>=1.5" "kubernetes-validate>=1.30"
+	@HONED_TEST_CONTAINER=1 $(BIN)/python -m pytest -v tests/deploy
 
 test-faults: setup
 	@echo "== what attacks have found, and what was mended since (some 4 minutes on two cores)"
@@ -141,6 +147,7 @@ docs: setup
 dashboards: setup
 	@echo "== writing the Grafana dashboards anew"
 	@$(BIN)/python -m honed.dashboards.make.boards
+	@$(BIN)/python -m honed.dashboards.make.prometheus_rule .
 
 reference: setup
 	@echo "== writing docs/reference.md, docs/compatibility.md, docs/models.md and daemon/openapi.json anew"

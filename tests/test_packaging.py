@@ -14,7 +14,7 @@ import pytest
 from tests.build_wheel import build_wheel
 from tests.tools import ROOT
 
-NOT_INSTALLED = {"tests", "benchmarks", "docs", "src"}
+NOT_INSTALLED = {"tests", "benchmarks", "deploy", "docs", "src"}
 IGNORED = {"build", "dist", "site", "demo-out"}
 WORKSHOP = {"__pycache__", "make"}
 """Folders that are not installed: `dashboards/make` needs packages that only developers have."""
