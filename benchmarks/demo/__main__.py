@@ -1,10 +1,11 @@
 """The demo: a drafter meets an unknown workload, and honed trains it while the server is idle.
 
 It shows a user's day in a few minutes, with the real vLLM server and real processes. The drafter was made for workload A;
-workload B is new. honed logs every verify round, detects B, trains a candidate when the server is idle, compares it on held-out
+workload B is new. The target has layers that only cost time, so that a draft is cheap beside a step of the target, as on a
+server. honed logs every verify round, detects B, trains a candidate when the server is idle, compares it on held-out
 sessions, and swaps it into the running server. vLLM's own counters measure held-out prompts of both before and after. Greedy
-outputs are compared with those of a vLLM without honed: of the held-out prompts, and of B's live traffic, where the controller
-changes draft lengths while it learns.
+outputs are compared with those of a vLLM without honed: of the held-out prompts, and of B's live traffic, where the
+controller changes draft lengths while it learns.
 
 The last line of stdout is JSON. The exit code is 1 when a promise isn't kept; the figures are the same.
 """
@@ -31,7 +32,8 @@ import httpx2
 
 from benchmarks.demo import report as demo_report
 from benchmarks.demo.display import Display, Watcher
-from benchmarks.demo.figures import drafted_share, honed_figures, promises_of, result_of, shell_line, toml
+from benchmarks.demo.figures import drafted_share, headline, honed_figures, promises_of, result_of, shell_line, toml
+from benchmarks.make_tiny.stacked_target import make_stacked_target
 from benchmarks.server import vllm_server
 from benchmarks.server.client_load import Played, Prompt, differing, play, read_prompts
 from benchmarks.server.honed_side import caught_up, engine_of, honed_command, pinned, start_daemon, vllm_args, wait_attached
@@ -66,18 +68,25 @@ class Plan:
 
     out: Path = ROOT / "demo-out"
     prompts: Path = ROOT / "benchmarks" / "tiny"
-    heldout_prompts: int = 64
-    traffic_a_prompts: int = 240
-    traffic_b_prompts: int = 200
+    heldout_prompts: int = 48
+    traffic_a_prompts: int = 160
+    traffic_b_prompts: int = 160
     trial_prompts: int = 40
-    after_prompts: int = 32
+    after_prompts: int = 48
     max_tokens: int = 80
     concurrency: int = 8
+    extra_layers: int = 12
+    """Layers without effect added to the target: a target step then costs several draft passes."""
     train_seconds: float = 100.0
     patience_s: float = 20.0
     """Longest wait for honed to begin by itself, with the server idle."""
     beside_training_s: float = 320.0
     """Longest wait for a recalibration, outside its training time."""
+
+    @property
+    def target(self) -> Path:
+        """Folder of the target with the extra layers."""
+        return self.out / "target"
 
     @property
     def operation_s(self) -> float:
@@ -121,7 +130,7 @@ class Demo:
     async def measure_reference(self, processes: Processes) -> None:
         """Record vLLM's answers without honed: the reference for every later output."""
         self.display.phase("vLLM without honed: what it answers is the reference")
-        server = vllm_server.start(processes, "vllm-reference")
+        server = vllm_server.start(processes, "vllm-reference", target=str(self.plan.target))
         self.note_command(server.child, vllm_server.own_environment())
         self.display.say(f"started in {await asyncio.to_thread(vllm_server.wait, server):.0f} s")
         references = {"heldout_a": "a", "heldout_b": "b", "traffic_b": "b", "traffic_b_trial": "b", "traffic_b_after": "b"}
@@ -145,7 +154,8 @@ class Demo:
             trainer = processes.start("honed-train", [honed_command(), "train"], environment)
             args = await asyncio.to_thread(vllm_args, environment)
             flags, extra = args["flags"], args["environment"]
-            server = vllm_server.start(processes, "vllm-honed", extra=flags, environment=extra)
+            target = str(self.plan.target)
+            server = vllm_server.start(processes, "vllm-honed", extra=flags, environment=extra, target=target)
             ours = {"HONED_CONFIG": str(config)}
             for child, shown in ((daemon, ours), (trainer, ours), (server.child, vllm_server.own_environment() | extra)):
                 self.note_command(child, shown)
@@ -366,6 +376,7 @@ async def run(plan: Plan) -> Document:
         (plan.out / "record.json").write_text(json.dumps(record, indent=1))
         (plan.out / "report.html").write_text(demo_report.render(record))
         display.phase(f"The report: {plan.out / 'report.html'}")
+        display.say(headline(record["result"]))
         for promise in record["promises"]:
             display.say(f"{'kept    ' if promise['kept'] else 'NOT KEPT'}  {promise['text']}: {promise['found']}")
     return record
@@ -382,6 +393,7 @@ def main() -> int:
     try:
         vllm_server.check_pair()
         prepare(plan.out)
+        make_stacked_target(ROOT / vllm_server.TARGET, plan.target, plan.extra_layers)
         record = asyncio.run(run(plan))
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("demo: stopped; everything that it started has ended", file=sys.stderr)

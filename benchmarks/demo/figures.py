@@ -15,6 +15,8 @@ MIN_GAIN_B = 1.25
 """Required growth of B's acceptance length."""
 MIN_KEPT_A = 0.97
 """Required remaining share of A's."""
+SPEEDS = {"a": "reference_a", "b": "reference_traffic_b", "b_tuned": "traffic_b", "b_healed": "traffic_b_after"}
+"""Figure -> the phase that it is of. The first two are vLLM alone, which always drafts 7 tokens."""
 FEW_STEPS = 400
 """With fewer micro-steps, a quarter of the tiny drafter's own training, no gain is promised."""
 
@@ -45,7 +47,13 @@ def result_of(phases: list[Document], engine: Document, totals: Counters, operat
     length = {p["key"]: p["vllm"]["acceptance_length"] for p in phases}
     detail = operation.get("detail") or {}
     keys = ("a_before", "b_before", "b_after", "a_after")
+    speed = {p["key"]: p.get("tokens_per_s", 0.0) for p in phases}
     return {
+        "tokens_per_s": {name: round(speed.get(key, 0.0), 1) for name, key in SPEEDS.items()},
+        "speedup": {
+            "tuned": round(_ratio(speed.get("traffic_b", 0.0), speed.get("reference_traffic_b", 0.0)), 3),
+            "healed": round(_ratio(speed.get("traffic_b_after", 0.0), speed.get("reference_traffic_b_after", 0.0)), 3),
+        },
         "acceptance_length": {key: round(length.get(key, 0.0), 4) for key in keys},
         "verify_rounds_logged": engine["rounds"],
         "verify_rounds_lost": engine["lost_rounds"],
@@ -60,6 +68,16 @@ def result_of(phases: list[Document], engine: Document, totals: Counters, operat
         "greedy_identical": all(p["identical"] for p in phases if "identical" in p),
         "requests_compared": sum(p["requests"] for p in phases if "identical" in p),
     }
+
+
+def headline(result: Document) -> str:
+    """What drift costs and what honed brings back, in tokens per second."""
+    speed, gain = result["tokens_per_s"], result["speedup"]
+    return (
+        f"Tokens per second: {speed['a']:.0f} on the old workload; the new one brings vLLM alone to {speed['b']:.0f}. "
+        f"With honed: {speed['b_tuned']:.0f} by drafting less (× {gain['tuned']:.2f} on the same prompts), "
+        f"{speed['b_healed']:.0f} with the retrained drafter (× {gain['healed']:.2f} on the same prompts)."
+    )
 
 
 def promises_of(result: Document, operation: Document, is_same_process: bool) -> list[Document]:

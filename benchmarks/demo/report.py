@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.demo.figures import drafted_share
+from benchmarks.demo.figures import drafted_share, headline
 from benchmarks.demo.svg_plot import Band, Mark, Series, line_plot
 
 Record = dict[str, Any]
@@ -56,6 +56,7 @@ def render(record: Record) -> str:
     verdict = '<span class="good">every promise kept</span>' if is_kept else '<span class="bad">not every promise kept</span>'
     sections = [
         f"<h1>honed demo: {verdict}</h1><p>{html.escape(record['when'])} · {html.escape(record['machine'])}</p>",
+        f"<p><b>{html.escape(headline(record['result']))}</b></p><p>{html.escape(WORKLOADS_NOTE)}</p>",
         tiles(record),
         _section("Acceptance length over time", _over_time(record), ACCEPTANCE_NOTE),
         _section("Draft tokens per round over time", _drafted(record), DRAFTED_NOTE),
@@ -71,6 +72,13 @@ def render(record: Record) -> str:
     return f'<!doctype html><html lang="en"><head>{head}<title>honed demo</title></head><body>{body}</body></html>\n'
 
 
+WORKLOADS_NOTE = (
+    "A, the old workload, is Python source code, and the drafter was trained on it. B, the new one, is documentation of a web "
+    "service's operations. The target knows both. It has layers that only cost time: 18 in all, where the drafter has three. "
+    "vLLM alone always drafts 7 tokens. What honed gains before the retraining comes from drafting less, or not at all. The "
+    "retrained drafter adds to that only where its drafts are worth their time. On processors they often aren't, since each "
+    "verified token costs time there."
+)
 ACCEPTANCE_NOTE = (
     "Tokens emitted per verify round, bonus token included. Shaded: held-out prompts with the draft length pinned to 7. "
     "Between them: live traffic, where the controller chooses. In gaps the server was idle."
@@ -95,10 +103,14 @@ def tiles(record: Record) -> str:
     """Show the key figures."""
     figures, length = record["result"], record["result"]["acceptance_length"]
     rounds = f"{figures['verify_rounds_logged']:,} of {figures['vllm_num_drafts']:,}"
-    shown = []
+    speed = figures["tokens_per_s"]
+    shown = [
+        (f"{speed['a']:.0f} → {speed['b']:.0f}", "tokens per second of vLLM alone, on the old workload and on the new one"),
+        (f"{speed['b_tuned']:.0f} → {speed['b_healed']:.0f}", "with honed on the new one, before and after the retraining"),
+    ]
     for workload, name in (("b", "new"), ("a", "old")):
         before, after = length[f"{workload}_before"], length[f"{workload}_after"]
-        shown.append((f"{before:.2f} → {after:.2f}", f"{name} workload ({_change(before, after)})"))
+        shown.append((f"{before:.2f} → {after:.2f}", f"tokens a round, {name} workload ({_change(before, after)})"))
     shown += [
         (_shown(figures["swap_pause_ms"], "{:.1f} ms"), "the server paused for the swap"),
         (_shown(figures["train_seconds"], "{:.0f} s"), "trained, while the server was idle"),

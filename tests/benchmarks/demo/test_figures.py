@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.demo.figures import drafted_share, honed_figures, promises_of, result_of, shell_line, toml
+from benchmarks.demo.figures import drafted_share, headline, honed_figures, promises_of, result_of, shell_line, toml
 from benchmarks.server.vllm_server import Counters
 
 KEYS = {
+    "tokens_per_s",
+    "speedup",
     "acceptance_length",
     "verify_rounds_logged",
     "verify_rounds_lost",
@@ -50,6 +52,21 @@ def test_the_result_has_exactly_the_promised_keys() -> None:
     assert result["acceptance_length"] == {"a_before": 3.0, "b_before": 1.2, "b_after": 1.8, "a_after": 3.0}
     assert (result["swap_pause_ms"], result["train_seconds"]) == (3.142, 120.0)
     assert result["requests_compared"] == 4 * 64
+
+
+def test_the_headline_compares_the_same_prompts() -> None:
+    speeds = {
+        "reference_a": 600.0,
+        "reference_traffic_b": 300.0,
+        "traffic_b": 450.0,
+        "reference_traffic_b_after": 320.0,
+        "traffic_b_after": 560.0,
+    }
+    played = [{"key": key, "vllm": {"acceptance_length": 1.0}, "failed": 0, "tokens_per_s": v} for key, v in speeds.items()]
+    result = result_of(played, ENGINE, TOTALS, SWAPPED)
+    assert result["tokens_per_s"] == {"a": 600.0, "b": 300.0, "b_tuned": 450.0, "b_healed": 560.0}
+    assert result["speedup"] == {"tuned": 1.5, "healed": 1.75}
+    assert "600 on the old workload; the new one brings vLLM alone to 300. With honed: 450 by drafting less" in headline(result)
 
 
 def test_what_came_from_rounds_with_drafts_is_told() -> None:
