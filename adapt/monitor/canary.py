@@ -247,8 +247,8 @@ class Canary:
         cls, settings: CanarySettings, state: dict[str, Any], *, old_begins: bool, hears_others: bool = False
     ) -> Canary:
         """Go on from a `state`. Raises KeyError, TypeError, ValueError if it isn't one."""
-        coins = {"old_begins": old_begins, "hears_others": hears_others}
-        made = cls(settings, state["old"], state["new"], int(state["num_spec_tokens"]), **coins)
+        old, new, k = state["old"], state["new"], int(state["num_spec_tokens"])
+        made = cls(settings, old, new, k, old_begins=old_begins, hears_others=hears_others)
         made.pairs, made.rounds = int(state["pairs"]), int(state["rounds"])
         made._evidence = {name: Evidence.restored(one) for name, one in state["evidence"].items()}
         made._workloads = WorkloadNames(made._evidence.keys() - {ALL})

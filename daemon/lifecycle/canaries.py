@@ -153,8 +153,7 @@ class Canaries:
         if not self._drafters.shares_cache(row["old"], row["new"]):
             settings = dataclasses.replace(settings, window_s=settings.reset_window_s)
         settings = dataclasses.replace(settings, max_rounds=min(state["max_rounds"], settings.max_rounds))
-        coin, hears_others = self._toss_coin(), self._hears_others
-        return Canary.restored(settings, state["canary"], old_begins=coin, hears_others=hears_others)
+        return Canary.restored(settings, state["canary"], old_begins=self._toss_coin(), hears_others=self._hears_others)
 
     def _decision_of(self, row: dict[str, Any]) -> str:
         """Decision by the stored evidence."""

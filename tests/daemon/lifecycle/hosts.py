@@ -40,6 +40,12 @@ class Host:
         self.engine.answer_swap()
         wait_for(lambda: operation.state == "succeeded", "the promotion")
 
+    def try_out(self, version: str) -> None:
+        """Let it take turns with the active version, as after a recalibration."""
+        with self.service.lock:
+            operation = self.service.operations.create("recalibrate", "canary", "test", "test", None, version=version)
+            self.service.lifecycle.try_out(operation, version)
+
     def adoptions(self) -> list[Operation]:
         with self.service.lock:
             return [operation for operation in self.service.operations.listing() if operation.kind == "adopt"]

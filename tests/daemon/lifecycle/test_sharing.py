@@ -137,18 +137,14 @@ def test_hosts_that_pool_their_evidence_decide_together(make_host: Callable[...,
     one, other = make_host("one", pool_evidence=True), make_host("other", pool_evidence=True, try_fetched=False)
     before = one.service.drafters.active
     made = one.make(1.0)
-    with one.service.lock:
-        operation = one.service.operations.create("recalibrate", "canary", "test", "test", None, version=made.version)
-        one.service.lifecycle.try_out(operation, made.version)
+    one.try_out(made.version)
     one.engine.acceptance = {before: 0.4, made.version: 0.7}
     one.engine.serve(lambda: one.service.drafters.active == made.version, "the promotion on the first host")
     wait_for(lambda: other.shared()["fetched"] == 1, "the version on the other host")
 
     name = f"v0002-{made.sha256[:8]}"
-    with other.service.lock:
-        operation = other.service.operations.create("adopt", "canary", "test", "test", None, version=name)
-        other.service.lifecycle.try_out(operation, name)
-        trial = other.service.rollout.trial
+    other.try_out(name)
+    trial = other.service.rollout.trial
     assert trial is not None
     other.engine.serve(lambda: trial.canary.num_others == 1, "the other's evidence", rounds=0)
     first = one.service.canaries.latest
@@ -165,9 +161,7 @@ def test_hosts_that_do_not_pool_tell_nothing(make_host: Callable[..., Host], fol
     one = make_host("one")
     before = one.service.drafters.active
     made = one.make(1.0)
-    with one.service.lock:
-        operation = one.service.operations.create("recalibrate", "canary", "test", "test", None, version=made.version)
-        one.service.lifecycle.try_out(operation, made.version)
+    one.try_out(made.version)
     one.engine.acceptance = {before: 0.4, made.version: 0.7}
     one.engine.serve(lambda: one.service.drafters.active == made.version, "the promotion")
     wait_for(lambda: one.shared()["pushed"] == 1, "the push")

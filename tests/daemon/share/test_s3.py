@@ -110,9 +110,7 @@ def test_what_was_changed_there_is_refused(make_host: Callable[..., Host], url: 
 def test_evidence_is_pooled_there_as_well(make_host: Callable[..., Host]) -> None:
     one, other = make_host("one", pool_evidence=True), make_host("other", pool_evidence=True)
     before, made = one.service.drafters.active, one.make(1.0)
-    with one.service.lock:
-        operation = one.service.operations.create("recalibrate", "canary", "test", "test", None, version=made.version)
-        one.service.lifecycle.try_out(operation, made.version)
+    one.try_out(made.version)
     one.engine.acceptance = {before: 0.4, made.version: 0.7}
     one.engine.serve(lambda: one.service.drafters.active == made.version, "the promotion on the first host")
     trial = other.engine.serve(lambda: other.service.rollout.trial, "the trial on the other host", rounds=0)
