@@ -36,8 +36,7 @@ SERVICES = ["honed", "trainer", "vllm", "prometheus", "alertmanager"]
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    if reason := containers.why_not():
-        pytest.skip(reason)
+    assert not (reason := containers.why_not()), reason
     folder = tmp_path_factory.mktemp("images")
     return Podman(folder).make_images(folder)
 

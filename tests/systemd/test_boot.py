@@ -85,8 +85,7 @@ SERVICES = ("honed.service", "honed-trainer.service")
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    if reason := machines.why_not():
-        pytest.skip(reason)
+    assert not (reason := machines.why_not()), reason
     with machines.booted(tmp_path_factory.mktemp("machine")) as made:
         made.write("/etc/sysusers.d/vllm.conf", 'u vllm - "vLLM" /var/lib/vllm -\n')
         made.run("systemd-sysusers")
