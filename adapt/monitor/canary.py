@@ -280,16 +280,13 @@ class Canary:
         worst, above_bar = self._farthest("worse")
         if above_bar >= 0.0:
             return self._say("worse", worst, "accepts fewer of the new version's drafts")
+        together = f", together with other hosts' trials ({self.num_others})"
         if self._is_joined("worse"):
-            return self._say(
-                "worse",
-                ALL,
-                f"accepts fewer of the new version's drafts, together with other hosts' trials ({self.num_others})",
-            )
+            return self._say("worse", ALL, f"accepts fewer of the new version's drafts{together}")
         best, above_bar = self._farthest("better")
         why = "accepts more of the new version's drafts"
         if above_bar < 0.0 and self._is_joined("better"):
-            best, above_bar, why = ALL, 0.0, f"{why}, together with other hosts' trials ({self.num_others})"
+            best, above_bar, why = ALL, 0.0, why + together
         is_doubtful = any(float(one.log_e[_WORSE]) >= LOG_DOUBT for one in self._evidence.values())
         unsure = self._unsure() if above_bar >= 0.0 else ""
         if above_bar >= 0.0 and not is_doubtful and not unsure:

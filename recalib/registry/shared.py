@@ -39,6 +39,8 @@ _STAMPS = frozenset(("size", "mtime", "created", "ETag", "LastModified", "etag",
 _ONE_ATTEMPT = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": _ONE_ATTEMPT, "s3a": _ONE_ATTEMPT}
 """By protocol. s3fs repeats a request by itself: botocore's own repetitions would make it 25 times 15 s."""
+MOST_PAIRS, LEAST_LOG = 10_000_000, 1e9
+"""Bounds of what a trial may tell: pairs, and how far below 0 a bet's ln is."""
 MOST_TRIALS = 256
 """Trials of two versions that are read."""
 _TRIAL = re.compile(r"[0-9a-f]{8,64}\.json")
@@ -66,9 +68,6 @@ class TrialReport(msgspec.Struct, frozen=True):
             ):
                 raise ValueError(f"workload {name[:64]!r}: no bets of {self.pairs} pairs")
         return found
-
-
-MOST_PAIRS, LEAST_LOG = 10_000_000, 1e9
 
 
 class SharedRegistry:

@@ -46,6 +46,12 @@ class Host:
             operation = self.service.operations.create("recalibrate", "canary", "test", "test", None, version=version)
             self.service.lifecycle.try_out(operation, version)
 
+    def prove(self, version: str) -> None:
+        """Let it take turns with the active version, and do so much better that it is promoted."""
+        self.engine.acceptance = {self.service.drafters.active: 0.4, version: 0.7}
+        self.try_out(version)
+        self.engine.serve(lambda: self.service.drafters.active == version, f"the promotion of {version}")
+
     def adoptions(self) -> list[Operation]:
         with self.service.lock:
             return [operation for operation in self.service.operations.listing() if operation.kind == "adopt"]

@@ -137,9 +137,7 @@ def test_hosts_that_pool_their_evidence_decide_together(make_host: Callable[...,
     one, other = make_host("one", pool_evidence=True), make_host("other", pool_evidence=True, try_fetched=False)
     before = one.service.drafters.active
     made = one.make(1.0)
-    one.try_out(made.version)
-    one.engine.acceptance = {before: 0.4, made.version: 0.7}
-    one.engine.serve(lambda: one.service.drafters.active == made.version, "the promotion on the first host")
+    one.prove(made.version)
     wait_for(lambda: other.shared()["fetched"] == 1, "the version on the other host")
 
     name = f"v0002-{made.sha256[:8]}"
@@ -159,10 +157,8 @@ def test_hosts_that_pool_their_evidence_decide_together(make_host: Callable[...,
 
 def test_hosts_that_do_not_pool_tell_nothing(make_host: Callable[..., Host], folder: Path) -> None:
     one = make_host("one")
-    before = one.service.drafters.active
-    made = one.make(1.0)
-    one.try_out(made.version)
-    one.engine.acceptance = {before: 0.4, made.version: 0.7}
-    one.engine.serve(lambda: one.service.drafters.active == made.version, "the promotion")
+    one.prove(one.make(1.0).version)
     wait_for(lambda: one.shared()["pushed"] == 1, "the push")
+    looked = one.shared()["last_success_unix_s"]
+    wait_for(lambda: one.shared()["last_success_unix_s"] > looked, "the end of a look, which would tell evidence last")
     assert not (folder / "shared" / "evidence").exists()
