@@ -55,12 +55,12 @@ class Plan:
     traffic_b: int = 200
     trial: int = 40
     max_tokens: int = 80
-    concurrency: int = 8
+    concurrency: int = 16
     max_steps: int = 1000
-    train_seconds: float = 90.0
+    train_seconds: float = 60.0
     burst_every_s: float = 1.0
     burst_tokens: int = 24
-    operation_s: float = 140.0
+    operation_s: float = 160.0
     """Longest wait for the whole recalibration."""
     max_gate_rows: int = 16384
     is_dry: bool = False
@@ -72,6 +72,7 @@ DRY = Plan(
     traffic_a=24,
     traffic_b=72,
     trial=8,
+    concurrency=8,
     train_seconds=20.0,
     max_steps=200,
     burst_every_s=4.0,
