@@ -23,8 +23,8 @@ from benchmarks.kernels.case import Case, Goal, Run, Work
 from benchmarks.kernels.timing import Ceilings, captured, measure_ceilings, peak_bytes, take_turns
 from benchmarks.server.measured import commit, hardware
 
-FAMILIES = (training, verify, cache, attention, trees)
-"""What runs in an engine or a trainer today comes first: the rest may be cut off."""
+FAMILIES = (verify, trees, attention, cache, training)
+"""Training comes last: its compiled alternatives take a minute, and the end may be cut off."""
 NOT_MEASURED = "not measured"
 OP = "op"
 

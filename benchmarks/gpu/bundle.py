@@ -38,12 +38,12 @@ ENGINE = """annotated-types==0.8.0 apache-tvm-ffi==0.1.11 blake3==1.0.11 cacheto
 # What `vllm serve` and honed's daemon need beside.
 SERVER_AND_DAEMON = """anthropic==2.14.0 ijson==3.6.0 jmespath==1.1.0 mcp==2.3.0 model-hosting-container-standards==0.1.16
     prometheus-fastapi-instrumentator==8.1.0 python-json-logger==4.2.0 python-multipart==0.0.34 supervisor==4.3.0
-    watchfiles==1.3.0 click-default-group==1.2.4 pydantic-settings==2.16.3 pysqlite3==0.6.1 python-dotenv==1.2.4
+    watchfiles==1.3.0 bcrypt==5.0.0 click-default-group==1.2.4 pydantic-settings==2.16.3 pysqlite3==0.6.1 python-dotenv==1.2.4
     sqlite-fts4==1.0.3 sqlite-utils==4.2.1"""
-# vLLM requires these, and the other machine has them.
-ON_THE_MACHINE = """aiohttp cloudpickle einops filelock huggingface-hub ninja numba numpy opencv-python-headless pillow
-    prometheus-client protobuf psutil py-cpuinfo pyyaml regex requests safetensors sentencepiece setuptools six tiktoken
-    tokenizers torch torchaudio torchvision tqdm transformers typing-extensions"""
+# vLLM or honed requires these, and the other machine has them.
+ON_THE_MACHINE = """aiohttp cloudpickle einops filelock h11 huggingface-hub ninja numba numpy opencv-python-headless pillow
+    prometheus-client protobuf psutil py-cpuinfo pyyaml regex requests rich safetensors sentencepiece setuptools six tiktoken
+    tokenizers torch torchaudio torchvision tqdm transformers typer typing-extensions"""
 # vLLM requires these, and a dense bf16 model with a DFlash drafter doesn't load them. For FlashInfer's sampler see `UNPACK`.
 NOT_NEEDED = """depyf fastsafetensors flashinfer-python humming-kernels instanttensor jsonschema lark mistral-common
     nvidia-cudnn-frontend nvidia-cutlass-dsl nvtx opentelemetry-api opentelemetry-exporter-otlp opentelemetry-sdk
@@ -60,8 +60,10 @@ UNPACK = r"""# To be sourced by bash in the repository's root: . {folder}/unpack
 SITE=${{SITE:-/tmp/site}}
 BUNDLE=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)
 if ! test -e "$SITE/.unpacked"; then
-  python3 -m tarfile --filter data -e "$BUNDLE/bundle.tar.xz" "$SITE" && touch "$SITE/.unpacked"
-fi || return 1
+  python3 -m tarfile --filter data -e "$BUNDLE/bundle.tar.xz" "$SITE" || return 1
+  python3 -m compileall -q -j 0 "$SITE" >/dev/null 2>&1  # else engines that start at once compile every module each
+  touch "$SITE/.unpacked"
+fi
 export PYTHONPATH="$PWD/src:$PWD:$SITE${{PYTHONPATH:+:$PYTHONPATH}}" PATH="$SITE/bin:$PATH"
 export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 PYTHONUNBUFFERED=1
 export VLLM_USE_FLASHINFER_SAMPLER=0  # it isn't packed, and vLLM would use it without a check
@@ -94,10 +96,15 @@ def plain_name(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", re.split(r"[^A-Za-z0-9._-]", requirement.strip(), maxsplit=1)[0]).lower()
 
 
-def unaccounted(metadata: str, packed: list[str]) -> list[str]:
-    """Return what vLLM's wheel requires and no list here names: such a package once kept every engine from starting."""
+def requirements(metadata: str) -> list[str]:
+    """Return what a wheel requires without extras."""
     lines = [line.partition(":")[2] for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
-    required = {plain_name(line) for line in lines if "extra ==" not in line}
+    return [line for line in lines if "extra ==" not in line]
+
+
+def unaccounted(required_by: list[str], packed: list[str]) -> list[str]:
+    """Return what is required and no list here names: such a package kept every engine, and later the daemon, from starting."""
+    required = {plain_name(line) for line in required_by}
     known = {plain_name(name) for name in (*packed, *ON_THE_MACHINE.split(), *NOT_NEEDED.split())}
     return sorted(required - known)
 
@@ -200,8 +207,9 @@ def main() -> None:
     wheels = download([VLLM, *(ENGINE if asked.engine_only else f"{ENGINE} {SERVER_AND_DAEMON}").split()], asked.work)
     with zipfile.ZipFile(wheels[0]) as archive:
         metadata = archive.read(next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))).decode()
-    if names := unaccounted(metadata, f"{ENGINE} {SERVER_AND_DAEMON}".split()):
-        parser.error(f"{VLLM} also requires {', '.join(names)}: add each to ENGINE, ON_THE_MACHINE or NOT_NEEDED")
+    required = requirements(metadata) + tomllib.loads((checkout / "pyproject.toml").read_text())["project"]["dependencies"]
+    if names := unaccounted(required, f"{ENGINE} {SERVER_AND_DAEMON}".split()):
+        parser.error(f"{VLLM} or honed also requires {', '.join(names)}: name each in ENGINE or another list here")
     how = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 192 * MIB}]
     with lzma.open(out / "bundle.tar.xz", "wb", filters=how) as packed, tarfile.open(fileobj=packed, mode="w|") as archive:
         for group in (of_honed(checkout), *(contents(wheel, asked.keep_ptx) for wheel in wheels)):

@@ -123,7 +123,7 @@ PARTS = (
         "an engine with honed attached starts and answers",
         ("-m", "benchmarks.gpu.engine_starts"),
         ("-m", "benchmarks.gpu.engine_starts"),
-        70.0,
+        120.0,
         of_start,
     ),
     Part(
@@ -131,7 +131,7 @@ PARTS = (
         "recalibrate, gate, canary, swap, verify beside a running engine",
         ("-m", "benchmarks.gpu.whole_trainer"),
         ("-m", "benchmarks.gpu.whole_trainer", "--dry"),
-        190.0,
+        260.0,
         of_trainer,
         is_timed=False,
         needs_engine=True,

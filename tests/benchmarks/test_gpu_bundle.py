@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import struct
 import subprocess
+import tomllib
 from pathlib import Path
 
 from benchmarks.gpu import bundle
+from tests.tools import ROOT
 
 
 def fatbin(*entries: tuple[int, int, bytes]) -> bytes:
@@ -45,8 +47,15 @@ def test_only_code_for_one_chip_is_left_and_nothing_moves() -> None:
 def test_a_requirement_that_no_list_names_is_named() -> None:
     metadata = "Name: vllm\nRequires-Dist: torch==2.13.0\nRequires-Dist: compressed-tensors==0.17.0\n"
     metadata += "Requires-Dist: New_Thing[x]>=1; python_version > '3'\nRequires-Dist: zen; extra == 'zen'\n"
-    assert bundle.unaccounted(metadata, ["compressed-tensors==0.17.0"]) == ["new-thing"]
-    assert bundle.unaccounted(metadata, []) == ["compressed-tensors", "new-thing"]
+    required = bundle.requirements(metadata)
+    assert bundle.unaccounted(required, ["compressed-tensors==0.17.0"]) == ["new-thing"]
+    assert bundle.unaccounted(required, []) == ["compressed-tensors", "new-thing"]
+
+
+def test_all_that_honed_requires_is_packed_or_on_the_machine() -> None:
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert bundle.unaccounted(required, f"{bundle.ENGINE} {bundle.SERVER_AND_DAEMON}".split()) == []
+    assert bundle.unaccounted(required, bundle.ENGINE.split()) != []
 
 
 def test_the_other_machine_takes_honed_from_the_checkout(tmp_path: Path) -> None:
