@@ -11,6 +11,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,11 @@ def number(text: str) -> float:
     match = re.match(r"-?[\d,]+(\.\d+)?", text)
     assert match, text
     return float(match[0].replace(",", ""))
+
+
+def fixed(value: float, digits: int) -> str:
+    """Round as JavaScript's toFixed does: a half goes up, and not to the even number."""
+    return str(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
 
 
 @pytest.mark.parametrize(("width", "scheme"), SCREENS)
@@ -105,8 +111,8 @@ def check_figures(browser: Browser, status: dict[str, Any]) -> None:
     # These two are of the last minute, which goes on: what the page holds has to be what it shows.
     recent = browser.value("view.found.status.acceptance.last_minute")
     if recent["rounds"]:
-        assert figure(browser, "acceptance_length") == f"{recent['acceptance_length']:.2f}"
-        assert figure(browser, "acceptance_rate") == f"{100 * recent['acceptance_rate']:.1f} %"
+        assert figure(browser, "acceptance_length") == fixed(recent["acceptance_length"], 2)
+        assert figure(browser, "acceptance_rate") == f"{fixed(100 * recent['acceptance_rate'], 1)} %"
 
 
 def check_workloads(browser: Browser, workloads: list[dict[str, Any]]) -> None:
@@ -119,8 +125,8 @@ def check_workloads(browser: Browser, workloads: list[dict[str, Any]]) -> None:
         row = shown[one["workload"], one["engine_id"], one["drafter_version"] or "–"]
         assert number(row[3]) >= one["rounds"] > 0
         if number(row[3]) == one["rounds"]:
-            assert row[4] == f"{one['acceptance_length']:.2f}"
-            assert row[8].split() == [f"{100 * share:.0f}" for share in one["by_position"]]
+            assert row[4] == fixed(one["acceptance_length"], 2)
+            assert row[8].split() == [fixed(100 * share, 0) for share in one["by_position"]]
 
 
 def test_a_screen_reader_hears_every_plot(browser: Browser, stack: Stack) -> None:
