@@ -19,10 +19,12 @@ IGNORED = (
     "rotary_emb.inv_freq",
     "rotary_emb.cos_cached",
     "rotary_emb.sin_cached",
+    "confidence_head",
 )
-"""Tensors that vLLM skips, and tables of a reduced vocabulary. They are never trained or swapped. A written checkpoint has its
-parent's. Biases are skipped as well where the config asks for none."""
-METHODS = ("dflash", "eagle3", "mtp")
+"""Tensors that vLLM skips, tables of a reduced vocabulary, and DSpark's estimate for vLLM's adaptive verification, under which
+nothing is captured. They are never trained or swapped. A written checkpoint has its parent's. Biases are skipped as well where
+the config asks for none."""
+METHODS = ("dflash", "dspark", "eagle3", "mtp")
 """vLLM's speculative methods whose drafters honed trains and swaps."""
 SHARED = ("embed_tokens", "lm_head")
 """Tensors of the target, or the drafter's own in their place. They are never trained or swapped."""
@@ -56,15 +58,18 @@ def method_of(names: Iterable[str]) -> str:
     found = set(names)
     parts = {name.partition(".")[0] for name in found}
     if "hidden_norm" in parts:
-        return "dflash" if "markov_head" not in parts else ""
+        return "dflash" if "markov_head" not in parts else "dspark"
     if "pre_fc_norm_hidden" in parts:
         return "mtp"
     return "eagle3" if {"fc.weight", "layers.0.hidden_norm.weight"} <= found else ""
 
 
-_FEATURES = {"dflash": ("fc", "hidden_norm"), "eagle3": ("fc", "fc_norm", "input_norm"), "mtp": ()}
+_DFLASH_FEATURES = ("fc", "hidden_norm")
+_DFLASH_CONTEXT = (*_DFLASH_FEATURES, "k_proj", "v_proj", "k_norm")
+_FEATURES = {"dflash": _DFLASH_FEATURES, "dspark": _DFLASH_FEATURES, "eagle3": ("fc", "fc_norm", "input_norm"), "mtp": ()}
 _CONTEXT = {
-    "dflash": ("fc", "hidden_norm", "k_proj", "v_proj", "k_norm"),
+    "dflash": _DFLASH_CONTEXT,
+    "dspark": _DFLASH_CONTEXT,
     "eagle3": ("fc", "fc_norm", "input_norm", "hidden_norm", "input_layernorm", "k_proj", "v_proj", "k_norm", "embed_tokens"),
     "mtp": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "input_layernorm", "k_proj", "v_proj", "k_norm"),
 }

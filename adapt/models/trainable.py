@@ -150,6 +150,16 @@ def is_dflash2(raw: Mapping[str, Any]) -> bool:
     return _architecture(raw) == "DFlash2DraftModel"
 
 
+def is_dspark(raw: Mapping[str, Any]) -> bool:
+    """Whether a drafter with this config is a DSpark one: DFlash's layers, and a Markov head."""
+    return "DSpark" in _architecture(raw)
+
+
+def drafts_from_anchor(raw: Mapping[str, Any]) -> bool:
+    """Whether the anchor's own row predicts the first token, so that a block has as many rows as drafted tokens."""
+    return is_dspark(raw) and bool(raw.get("sample_from_anchor", True))
+
+
 def is_eagle3(raw: Mapping[str, Any]) -> bool:
     """Whether a drafter with this config is an EAGLE-3 one."""
     return "Eagle3" in _architecture(raw)
@@ -175,7 +185,7 @@ def has_reduced_vocabulary(raw: Mapping[str, Any]) -> bool:
 def _vllm_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
     dflash = raw.get("dflash_config") or {}
     checks = {
-        f"architecture {_architecture(raw)}": _architecture(raw) not in VLLM_ARCHITECTURES,
+        f"architecture {_architecture(raw)}": not is_dspark(raw) and _architecture(raw) not in VLLM_ARCHITECTURES,
         "sample_from_anchor": dflash.get("sample_from_anchor"),
         "sliding-window attention without a window size": _is_sliding(raw) and _window(raw) is None,
         f"activation {raw.get('hidden_act')}": (raw.get("hidden_act") or "silu") != "silu",
@@ -190,6 +200,9 @@ def _trainer_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
     window = min((layer.window for layer in layer_attention(raw) if layer.window is not None), default=None)
     block_size = int(dflash.get("block_size") or raw.get("block_size") or 1)
     checks = {
+        f"architecture {_architecture(raw)}": is_dspark(raw) and not _is_qwen3_dspark(raw),
+        f"a Markov head of type {raw.get('markov_head_type')}": raw.get("markov_head_type", "vanilla") != "vanilla",
+        "dspark_draft_topk": raw.get("dspark_draft_topk"),
         "DFlash2 with a reduced draft vocabulary": is_dflash2(raw) and has_reduced_vocabulary(raw),
         "DFlash2 with capped logits": is_dflash2(raw) and dflash.get("final_logit_softcapping"),
         "Laguna's drafter": _architecture(raw) == "DFlashLagunaForCausalLM",
@@ -247,6 +260,12 @@ def _window(raw: Mapping[str, Any]) -> int | None:
 
 def _is_sliding(raw: Mapping[str, Any]) -> bool:
     return SLIDING in (raw.get("layer_types") or ()) or bool((raw.get("dflash_config") or {}).get("use_swa"))
+
+
+def _is_qwen3_dspark(raw: Mapping[str, Any]) -> bool:
+    """Whether vLLM loads a DSpark drafter with its Qwen3's class."""
+    name = _architecture(raw)
+    return name == "Qwen3DSparkModel" or (name == "DSparkDraftModel" and raw.get("model_type") == "qwen3")
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:

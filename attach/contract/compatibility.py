@@ -144,8 +144,8 @@ def can_shorten_block(vllm_config: Any) -> bool:
 
 def can_skip_draft_pass(vllm_config: Any) -> bool:
     """Whether a V2 step that drafts nothing can skip the draft pass (`idle_drafts`)."""
-    is_dflash = vllm_config.speculative_config.method == "dflash"
-    return bool(vllm_config.use_v2_model_runner and is_dflash and _is_alone(vllm_config))
+    drafts_at_once = vllm_config.speculative_config.method in ("dflash", "dspark")
+    return bool(vllm_config.use_v2_model_runner and drafts_at_once and _is_alone(vllm_config))
 
 
 def _is_alone(vllm_config: Any) -> bool:

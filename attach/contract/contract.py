@@ -73,7 +73,7 @@ _SCHED, _ASYNC = "v1/core/sched/scheduler.py", "v1/core/sched/async_scheduler.py
 _CORE, _LINEAR = "v1/engine/core.py", "model_executor/layers/linear.py"
 _V1, _V2 = "v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"
 _PROPOSER, _SPECULATOR = "v1/spec_decode/dflash.py", "v1/worker/gpu/spec_decode/dflash/speculator.py"
-_DFLASH = "model_executor/models/qwen3_dflash.py"
+_DFLASH, _DSPARK = "model_executor/models/qwen3_dflash.py", "model_executor/models/qwen3_dspark.py"
 _EAGLE3, _EAGLE3_QWEN3 = "model_executor/models/llama_eagle3.py", "model_executor/models/qwen3_eagle3.py"
 _MTP = "model_executor/models/qwen3_5_mtp.py"
 _EAGLE3_V2 = "v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py"
@@ -282,6 +282,8 @@ WORKERS: tuple[Clause, ...] = (
     Method(_V2, "GPUModelRunner", "execute_model", first=("scheduler_output",)),
     Attributes(_PROPOSER, "DFlashProposer", ("model",)),
     Attributes(_SPECULATOR, "DFlashSpeculator", ("model",)),
+    Attributes(_DSPARK, "Qwen3DSparkModel", ("markov_head", "confidence_head")),
+    Attributes(_DSPARK, "DSparkMarkovHead", ("markov_w1", "markov_w2")),
     Attributes(_DFLASH, "DFlashQwen3ForCausalLM", ("model",)),
     Method(_DFLASH, "DFlashQwen3ForCausalLM", "combine_hidden_states", first=("hidden_states",)),
     Attributes("v1/spec_decode/eagle.py", "EagleProposer", ("model",)),
@@ -326,6 +328,7 @@ CAPTURE: tuple[Clause, ...] = (
         for file, owner in ((_SPECULATOR, "DFlashSpeculator"), (_EAGLE3_V2, "TargetDependentARSpeculator"))
     ),
     Attributes(_SPECULATOR, "DFlashSpeculator", ("hidden_states",)),
+    Attributes("v1/worker/gpu/spec_decode/dspark/speculator.py", "DSparkSpeculator", ("hidden_states",)),
     Attributes(_EAGLE3_V2, "TargetDependentARSpeculator", ("hidden_states",)),
     Attributes(
         "v1/worker/gpu/input_batch.py",
@@ -338,6 +341,7 @@ CAPTURE: tuple[Clause, ...] = (
 
 SWAP: tuple[Clause, ...] = (
     *WORKERS,
+    Attributes("model_executor/layers/vocab_parallel_embedding.py", "VocabParallelEmbedding", ("org_vocab_size",)),
     # New weights of the drafter through vLLM's own endpoints (arriving_weights.py).
     Method("v1/worker/gpu_worker.py", "Worker", "_set_draft_weight_update_target", calls=("set_weight_update_target",)),
     Method("v1/worker/gpu_worker.py", "Worker", "_start_weight_update", calls=("_set_draft_weight_update_target",)),

@@ -30,6 +30,7 @@ import torch
 from honed.attach.runner.context_backlog import MOST_ROWS, ContextBacklog
 from honed.attach.runner.runner import Runner
 
+_ON_V2 = ("DFlashSpeculator", "DFlash2Speculator", "DSparkSpeculator")
 _NEEDED = {
     "v1": ("propose", "parallel_drafting"),
     "v2": ("propose", "_generate_draft", "_precompute_context_kv"),
@@ -37,7 +38,11 @@ _NEEDED = {
 
 
 def skip_idle_drafts(runner: Runner, device: torch.device) -> bool:
-    """Wrap the `propose` of a DFlash drafter; return False, with nothing changed, where that isn't known to be safe."""
+    """Wrap the `propose` of a DFlash or DSpark drafter.
+
+    Returns:
+        False, with nothing changed, where that isn't known to be safe.
+    """
     drafter = runner.drafter
     if any(not hasattr(drafter, name) for name in _NEEDED[runner.name]):
         return False
@@ -50,7 +55,7 @@ def skip_idle_drafts(runner: Runner, device: torch.device) -> bool:
         is_apart = len(runner.model_runner.kv_cache_config.kv_cache_groups) == 1 and not config.model_config.is_hybrid
         _keep_rows(runner, device, MOST_ROWS if is_apart else 0)
         _sample_plainly(runner)
-    elif runner.name == "v2" and type(drafter).__name__ == "DFlashSpeculator":
+    elif runner.name == "v2" and type(drafter).__name__ in _ON_V2:
         _store_rows(drafter)
     else:
         return False

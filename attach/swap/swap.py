@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from honed.adapt.models.drafter_tensor_names import is_shared, names_of
+from honed.adapt.models.drafter_tensor_names import IGNORED, is_shared, names_of
 from honed.attach.swap.checkpoint_file import load_file
 from honed.attach.swap.live_checksum import LiveChecksum
 from honed.attach.swap.shard import Shard, shard_of
@@ -190,7 +190,7 @@ class Swapper:
             if name in tensors:
                 live.copy_(tensors[name], non_blocking=True)  # the sources are kept until all has arrived
         self._refresh_fused(inner)
-        for layer in unpacked:
+        for layer in (*unpacked, *_packed_tables(inner)):
             layer.quant_method.process_weights_after_loading(layer)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
@@ -219,13 +219,14 @@ class Swapper:
         inner = self._model.model
         packed = {id(layer) for layer in _packed_linears(inner)}
         for module_name, module in inner.named_modules():
-            if is_shared(module_name):
+            if is_shared(module_name) or any(part in module_name for part in IGNORED):
                 continue
             for parameter_name, parameter in module.named_parameters(recurse=False):
                 name = f"{module_name}.{parameter_name}" if module_name else parameter_name
                 if name == "mask_embedding" and not inner.has_separate_mask_embedding:
                     continue
                 value = _dense_weight(module) if id(module) in packed and parameter_name == "weight" else parameter.data
+                value = value[: getattr(module, "org_vocab_size", None)]  # vLLM pads a table of words
                 yield from _split(name, parameter_name, value, module)
 
     @torch.inference_mode()
@@ -257,6 +258,13 @@ def _packed_linears(inner: Any) -> Iterator[Any]:
     for module in inner.modules():
         weight = getattr(module, "weight", None)
         if weight is not None and weight.numel() == 0 and hasattr(module, "quant_method"):
+            yield module
+
+
+def _packed_tables(inner: Any) -> Iterator[Any]:
+    """Tables of words that a CPU build multiplies with a packed copy of: DSpark's Markov head."""
+    for module in inner.modules():
+        if hasattr(module, "cpu_linear") and hasattr(module, "org_vocab_size"):
             yield module
 
 

@@ -113,7 +113,7 @@ def of_slices(found: Document) -> Document:
 STARTS = "engine-starts"
 """If this part fails, the others that need an engine are left out."""
 ZOO = (
-    *("full", "mtp, gated", "eagle3", "dflash2", "mixed", "sliding, causal", "reduced vocabulary"),
+    *("full", "mtp, gated", "eagle3", "dflash2", "dspark", "mixed", "sliding, causal", "reduced vocabulary"),
     *("qwen3.5", "mtp, hybrid", "gpt-oss", "gemma4", "qwen3-moe", "eagle3, residual normed"),
 )
 """Pairs that differ in what runs on the device, in order of worth."""

@@ -1,4 +1,4 @@
-"""Other kinds of drafter: made from a plain DFlash checkpoint (a reduced vocabulary, a window, DFlash2), or new (EAGLE-3).
+"""Other kinds of drafter: made from a plain DFlash one (a reduced vocabulary, a window, DFlash2, DSpark), or new (EAGLE-3).
 
 A function that changes a checkpoint writes into its folder, weights into `model.safetensors`. New parts begin neutral or
 random: the drafter is as good as before, or has to be trained.
@@ -20,6 +20,7 @@ from honed.recalib.drafter.eagle3 import Eagle3Drafter
 
 WEIGHTS = "model.safetensors"
 DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 16, "selector_top_k": 8}
+MARKOV_RANK = 16
 
 # Letters: W words of the drafter.
 
@@ -115,3 +116,29 @@ def make_dflash2(folder: Path, *, scale: float = 1.0) -> None:
     more["candidate_selector.hidden_projection.weight"] = random(0.2, rank, width)
     change_tensors(folder, more)
     change_config(folder, {"architectures": ["DFlash2DraftModel"]}, dict(DFLASH2))
+
+
+def make_dspark(folder: Path, *, drafts_from_anchor: bool = True, scale: float = 1.0) -> None:
+    """Give the drafter DSpark's Markov head and confidence head.
+
+    Args:
+        drafts_from_anchor: the anchor's row predicts the first token, as in DSpark's own form; else DFlash's rows stay.
+        scale: of the Markov head; at 0.01 the drafter drafts nearly what it drafted before, if its rows stay.
+    """
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    dflash, generator = raw.pop("dflash_config"), torch.Generator().manual_seed(3)
+    words, width = raw["vocab_size"], raw["hidden_size"]
+    raw |= {name: dflash[name] for name in ("mask_token_id", "target_layer_ids")}
+    raw |= {"architectures": ["Qwen3DSparkModel"], "block_size": raw["block_size"] - drafts_from_anchor}
+    raw |= {"sample_from_anchor": drafts_from_anchor, "markov_rank": MARKOV_RANK, "markov_head_type": "vanilla"}
+    path.write_text(json.dumps(raw | {"enable_confidence_head": True, "confidence_head_with_markov": True}, indent=2) + "\n")
+    change_tensors(
+        folder,
+        {
+            "markov_head.markov_w1.weight": scale * torch.randn(words, MARKOV_RANK, generator=generator),
+            "markov_head.markov_w2.weight": torch.randn(raw.get("draft_vocab_size") or words, MARKOV_RANK, generator=generator),
+            "confidence_head.proj.weight": torch.randn(1, width + MARKOV_RANK, generator=generator),
+            "confidence_head.proj.bias": torch.zeros(1),
+        },
+    )

@@ -164,7 +164,7 @@ def replay(database: Path, question: Question) -> Document:
         question.seed,
         settings,
         can_shorten=hello.runner != "v2" if hello else None,
-        can_skip=hello is not None and hello.method == "dflash",
+        can_skip=hello is not None and hello.method in ("dflash", "dspark"),
         mask=_mask(log, question.workload),
     )
     return {

@@ -16,6 +16,7 @@ from honed.adapt.models.trainable import Pair, why_untrained
 from honed.daemon.doctor.check import Check
 from honed.daemon.doctor.vllm_command import VllmCommand
 from honed.daemon.doctor.vllm_processes import VllmProcess
+from honed.daemon.install.drafter_config import draft_tokens_of
 from honed.daemon.install.vllm_args import SCHEDULER, WORKER_EXTENSION
 from honed.recalib.config.speculators import flat
 
@@ -221,11 +222,11 @@ def check_pair(
 
 def _fits_block(command: VllmCommand, subject: str, drafter: dict[str, Any]) -> Iterator[Check]:
     """Without draft trees, slots beyond the drafter's block are drafts that no drafter was trained for."""
-    block, slots = drafter.get("block_size"), command.speculative.get("num_speculative_tokens")
-    if command.method == "dflash" and isinstance(block, int) and isinstance(slots, int) and slots > block - 1 > 0:
-        text = f"drafts {slots} tokens, but the drafter's block has {block - 1}: those beyond are hardly ever accepted"
-        cure = f"Set num_speculative_tokens to {block - 1}; or HONED_TREES=1 for vLLM, if they are slots for draft trees."
-        yield Check(subject, "warning", text, cure)
+    made_for, slots = draft_tokens_of(command.drafter, drafter), command.speculative.get("num_speculative_tokens")
+    if command.method in ("dflash", "dspark") and isinstance(slots, int) and slots > made_for > 0:
+        text = f"drafts {slots} tokens, but the drafter's block has {made_for}: those beyond are hardly ever accepted"
+        trees = "; or HONED_TREES=1 for vLLM, if they are slots for draft trees" if command.method == "dflash" else ""
+        yield Check(subject, "warning", text, f"Set num_speculative_tokens to {made_for}{trees}.")
 
 
 def _attaches(command: VllmCommand, subject: str) -> Iterator[Check]:

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from honed.adapt.models.trainable import is_eagle3, is_mtp
+from honed.adapt.models.trainable import drafts_from_anchor, is_dspark, is_eagle3, is_mtp
 from honed.recalib.config.drafter import EAGLE3_TOKENS
 
 HUB_TIMEOUT_S = 5.0
 _CURE = "set the draft length with --draft-tokens"
-_BLOCK_IN_NAME = re.compile(r"-b(\d{1,3})$")
-"""As z-lab names its drafters: Qwen3-8B-DFlash-b16."""
+_BLOCK_IN_NAME = re.compile(r"(?:-b|_block)(\d{1,3})$")
+"""As drafters are named: Qwen3-8B-DFlash-b16, dspark_qwen3_8b_block7."""
 _REFUSALS = {
     401: "the Hugging Face hub has no such name, or wants a token in HF_TOKEN",  # it doesn't tell which
     403: "the Hugging Face hub gives it to those with access only; HF_TOKEN may name one",
@@ -71,22 +71,28 @@ def _of_hub(name: str) -> bytes:
 def method_of(drafter: str, raw: Mapping[str, Any] | None) -> str:
     """vLLM's method for a drafter, by its config.json, or by its name if that isn't known."""
     if raw is None:
-        return "eagle3" if "eagle3" in drafter.lower() else "dflash"  # as vLLM goes by a name
-    return "eagle3" if _is_eagle3(raw) else "mtp" if is_mtp(raw) else "dflash"
+        return next((name for name in ("eagle3", "dspark") if name in drafter.lower()), "dflash")  # as vLLM goes by a name
+    return "eagle3" if _is_eagle3(raw) else "mtp" if is_mtp(raw) else "dspark" if _is_dspark(raw) else "dflash"
 
 
 def draft_tokens_of(drafter: str, raw: Mapping[str, Any] | None) -> int:
     """Draft tokens of a round that a drafter was made for; 0 if neither its config.json nor its name tells."""
     if raw is None:
         found = _BLOCK_IN_NAME.search(drafter)
-        return max(int(found[1]) - 1, 0) if found else 0
+        return max(int(found[1]) - (method_of(drafter, None) != "dspark"), 0) if found else 0
     # As vllm-project/speculators writes them.
     methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
     proposed = int(methods[0].get("speculative_tokens") or 0)
     if _is_eagle3(raw):
         return proposed or EAGLE3_TOKENS
     block_size = raw.get("block_size") or (raw.get("dflash_config") or {}).get("block_size")
+    if isinstance(block_size, int) and drafts_from_anchor(raw) and not raw.get("speculators_model_type"):
+        return block_size
     return block_size - 1 if isinstance(block_size, int) and block_size >= 2 else proposed
+
+
+def _is_dspark(raw: Mapping[str, Any]) -> bool:
+    return raw.get("speculators_model_type") == "dspark" or is_dspark(raw)
 
 
 def _is_eagle3(raw: Mapping[str, Any]) -> bool:

@@ -24,7 +24,7 @@ answer.
 
 *Yes* means: honed captures samples, trains the drafter and swaps it. Draft lengths are tuned for all of them.
 No published drafter's own weights were trained here. Pairs of most of their kinds were, at toy size: `make test-zoo`.
-The table has DFlash drafters. EAGLE-3 drafters and MTP heads aren't listed by name:
+The table has DFlash and DSpark drafters. EAGLE-3 drafters and MTP heads aren't listed by name:
 [training](training.md#which-drafters-are-trained) says which kinds are trained.
 
 | drafter | target | structure | can be trained |

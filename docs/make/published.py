@@ -1,4 +1,4 @@
-"""Published DFlash drafters: what decides whether they can be trained, as their configurations say.
+"""Published DFlash and DSpark drafters: what decides whether they can be trained, as their configurations say.
 
 These are facts of structure: which layers slide, the rotary embedding, the vocabulary, how the target's tensors are named. They
 are quoted from model cards, recipes and public tests; the files themselves weren't opened. What isn't known isn't judged.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from honed.adapt.models.trainable import FULL, SLIDING, Pair, why_untrained
+from honed.adapt.models.trainable import FULL, SLIDING, Pair, is_dspark, why_untrained
 
 _NAMES = ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")
 _TIED = (_NAMES[0], _NAMES[2])
@@ -63,7 +63,9 @@ class Published:
 
     def reasons(self) -> list[str]:
         """Why the pair can't be trained; empty if it can."""
-        return why_untrained(Pair(method="dflash", drafter=self.raw(), target={}, target_tensors=self.tensors))
+        raw = self.raw()
+        method = "dspark" if is_dspark(raw) else "dflash"
+        return why_untrained(Pair(method=method, drafter=raw, target={}, target_tensors=self.tensors))
 
     @property
     def traits(self) -> str:
@@ -77,6 +79,8 @@ class Published:
             "biases": raw.get("attention_bias"),
             "M-RoPE target": self.target.startswith(("Qwen/Qwen3.5", "Qwen/Qwen3.6", "Qwen/Qwen3.8")),
             "DFlash2": raw["architectures"] == ["DFlash2DraftModel"],
+            "DSpark": is_dspark(raw),
+            "Gemma-4's own layers": raw["architectures"] == ["Gemma4DSparkModel"],
             "Muse Glimmer's names": raw["architectures"] == ["DFlashMuseGlimmerAssistantModel"],
             "Laguna's own layers": raw["architectures"] == ["DFlashLagunaForCausalLM"],
             "attention sinks, scaled values, partial RoPE": own.get("attention_sink_bias"),
@@ -87,6 +91,7 @@ class Published:
 
 _GPT_OSS = {"attention_bias": True, "head_dim": 64, "rope_scaling": _YARN}
 _DFLASH2 = {"architectures": ["DFlash2DraftModel"]}
+_DSPARK = {"architectures": ["Qwen3DSparkModel"], "block_size": 7, "markov_rank": 256, "markov_head_type": "vanilla"}
 PUBLISHED = (
     Published("z-lab/Qwen3-4B-DFlash-b16", "Qwen/Qwen3-4B", tensors=_TIED),
     Published("z-lab/Qwen3-8B-DFlash-b16", "Qwen/Qwen3-8B"),
@@ -127,6 +132,22 @@ PUBLISHED = (
     Published("RedHatAI/Qwen3-4B-speculator.dflash2", "Qwen/Qwen3-4B", tensors=_TIED, config=_DFLASH2),
     Published("RedHatAI/Qwen3-8B-speculator.dflash2", "Qwen/Qwen3-8B", 8, config=_DFLASH2),
     Published("RedHatAI/gemma-4-31B-it-speculator.dflash2", "google/gemma-4-31B-it", tensors=_NESTED_TIED, config=_DFLASH2),
+    Published("deepseek-ai/dspark_qwen3_4b_block7", "Qwen/Qwen3-4B", tensors=_TIED, config=_DSPARK),
+    Published("deepseek-ai/dspark_qwen3_8b_block7", "Qwen/Qwen3-8B", config=_DSPARK),
+    Published("deepseek-ai/dspark_qwen3_14b_block7", "Qwen/Qwen3-14B", config=_DSPARK),
+    Published("mgoin/Qwen3-8B-speculator.dspark", "Qwen/Qwen3-8B", config=_DSPARK | {"sample_from_anchor": False}),
+    Published(
+        "makora-ai/gemma4-26b-a4b-dspark",
+        "google/gemma-4-26B-A4B-it",
+        tensors=_NESTED_TIED,
+        config=_DSPARK | _WORDS | {"sample_from_anchor": False},
+    ),
+    Published(
+        "deepseek-ai's DSpark for Gemma-4-12B",
+        "google/gemma-4-12B-it",
+        tensors=_NESTED_TIED,
+        config=_DSPARK | {"architectures": ["Gemma4DSparkModel"]},
+    ),
     Published(
         "XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash",
         "XiaomiMiMo/MiMo-V2.5-Pro",

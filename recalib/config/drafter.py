@@ -10,9 +10,11 @@ from honed.adapt.models.target_tensor_names import text_config
 from honed.adapt.models.trainable import (
     LayerAttention,
     drafter_reasons,
+    drafts_from_anchor,
     eagle3_option,
     has_reduced_vocabulary,
     is_dflash2,
+    is_dspark,
     is_eagle3,
     is_mtp,
     layer_attention,
@@ -47,6 +49,15 @@ class Selector:
     rank: int
     top_k: int
     """Candidates of a position."""
+
+
+@dataclass(frozen=True)
+class Markov:
+    """DSpark's addition to a token's scores, by the token before it."""
+
+    rank: int
+    drafts_from_anchor: bool
+    """Whether the anchor's own row predicts the first token: there is a mask less."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,7 @@ class DrafterConfig:
     """Factor on all values."""
     convolution: Convolution | None = None
     selector: Selector | None = None
+    markov: Markov | None = None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     """DFlash2 has these two factors."""
@@ -119,7 +131,7 @@ class DrafterConfig:
     @property
     def method(self) -> str:
         """vLLM's speculative method that drafts with it."""
-        return "eagle3" if self.eagle3 else "mtp" if self.mtp else "dflash"
+        return "eagle3" if self.eagle3 else "mtp" if self.mtp else "dspark" if self.markov else "dflash"
 
     @property
     def drafts_one_by_one(self) -> bool:
@@ -132,6 +144,11 @@ class DrafterConfig:
         if self.mtp is not None:
             return self.hidden_size
         return self.target_hidden_size * (self.eagle3.num_features if self.eagle3 else len(self.target_layer_ids))
+
+    @property
+    def pair_rank(self) -> int:
+        """Columns that a head gets for scores of a token after the one before it; 0: tokens are scored by themselves."""
+        return self.selector.rank if self.selector else self.markov.rank if self.markov else 0
 
     @property
     def num_words(self) -> int:
@@ -151,7 +168,7 @@ class DrafterConfig:
             ValueError: a field is missing, or asks for something vLLM or this drafter doesn't support. The message names it.
         """
         raw = resolved(text_config(raw) if is_mtp(raw) else flat(raw))
-        kind = "an EAGLE-3" if is_eagle3(raw) else "an MTP" if is_mtp(raw) else "a DFlash"
+        kind = "an EAGLE-3" if is_eagle3(raw) else "an MTP" if is_mtp(raw) else "a DSpark" if is_dspark(raw) else "a DFlash"
         if reasons := drafter_reasons(raw):
             raise ValueError(f"{'; '.join(reasons)}; serve this drafter without recalibration, or use another")
         if "vocab_size" not in raw:
@@ -182,15 +199,16 @@ class DrafterConfig:
 
 
 def _dflash_of(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a completed DFlash config. Raises KeyError for a missing one."""
+    """Fields of a completed DFlash or DSpark config. Raises KeyError for a missing one."""
     dflash = raw["dflash_config"]
     return {
-        "block_size": int(raw["block_size"]),
+        "block_size": int(raw["block_size"]) + drafts_from_anchor(raw),
         "mask_token_id": int(dflash["mask_token_id"]),
         "target_layer_ids": tuple(int(i) for i in dflash["target_layer_ids"]),
         "attention": layer_attention(raw),
         "value_scale": float(dflash.get("attention_value_scale") or 1.0),
         **(_dflash2_of(dflash) if is_dflash2(raw) else {}),
+        **({"markov": Markov(int(raw["markov_rank"]), drafts_from_anchor(raw))} if is_dspark(raw) else {}),
     }
 
 

@@ -77,8 +77,8 @@ def estimate(
         heads = 3 * config.draft_vocab_size * config.hidden_size * FLOAT
     else:
         heads = 0 if is_head_tied else embedding
-    if config.selector is not None:  # head and successors in one, for drafter and parent
-        heads += 2 * config.vocab_size * (config.hidden_size + config.selector.rank) * shared_bytes
+    if config.pair_rank:  # the head with columns for pairs, for drafter and parent
+        heads += 2 * config.num_words * (config.hidden_size + config.pair_rank) * shared_bytes
     parts = {
         "weights": 2 * FLOAT * (num_frozen + num_trained),
         "target": embedding + heads,
@@ -149,6 +149,9 @@ def count_parameters(config: DrafterConfig, settings: TrainingSettings) -> tuple
     if config.selector is not None:
         others += config.selector.rank * h
         frozen = 2 * config.selector.rank * config.vocab_size  # the codebooks
+    if config.markov is not None:
+        others += config.markov.rank * config.vocab_size
+        frozen = config.markov.rank * config.num_words
     return (frozen, kv_path + others) if settings.scope == "full" else (frozen + kv_path, others)
 
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from honed.adapt.models.trainable import is_dflash2, layer_attention, resolved
+from honed.adapt.models.trainable import is_dflash2, is_dspark, layer_attention, resolved
 
 TYPE = "speculators_model_type"
 DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 """Fields of DFlash2: here in the outermost level, in z-lab's form in `dflash_config`."""
-_ALGORITHMS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+DSPARK = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+_ALGORITHMS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
 _EAGLE3 = {"llama": "Eagle3LlamaForCausalLM", "qwen3": "Eagle3Qwen3ForCausalLM"}
 _EAGLE3_NAMES = (
     "draft_vocab_size",
@@ -46,25 +47,25 @@ def flat(raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw[TYPE] == "eagle3":
         return _flat_eagle3(raw)
     if raw[TYPE] not in _ALGORITHMS:
-        raise ValueError(f"{TYPE} is {raw[TYPE]!r}: only DFlash and EAGLE-3 drafters can be trained")
+        raise ValueError(f"{TYPE} is {raw[TYPE]!r}: only DFlash, DSpark and EAGLE-3 drafters can be trained")
     layer_config, aux = raw.get("transformer_layer_config"), raw.get("aux_hidden_state_layer_ids")
     for name, value in (("transformer_layer_config", layer_config), ("aux_hidden_state_layer_ids", aux)):
         if not value:
             raise ValueError(f"config.json has no {name!r}, which vLLM needs in a speculators checkpoint")
     assert isinstance(layer_config, Mapping)
     assert isinstance(aux, list)
-    dflash = {
+    read = {
         "mask_token_id": raw.get("mask_token_id"),
         "target_layer_ids": [int(i) - 1 for i in aux],
         "sample_from_anchor": raw.get("sample_from_anchor", False),
-        "causal": not raw.get("sliding_window_non_causal", True),
     }
-    dflash |= {name: raw[name] for name in DFLASH2 if raw.get(name) is not None}
-    names = ("block_size", "draft_vocab_size", "target_hidden_size", "projector_type")
-    own = {name: raw[name] for name in names if raw.get(name)}
-    quantization = {"quantization_config": raw["quantization_config"]} if raw.get("quantization_config") else {}
-    architectures = [_ALGORITHMS[raw[TYPE]]]
-    return {**layer_config, **own, **quantization, "architectures": architectures, "dflash_config": dflash}
+    names = ("block_size", "draft_vocab_size", "target_hidden_size", "projector_type", "quantization_config")
+    own = {"architectures": [_ALGORITHMS[raw[TYPE]]], **{name: raw[name] for name in names if raw.get(name)}}
+    if raw[TYPE] == "dspark":
+        return {**layer_config, **own, **read, **{name: raw[name] for name in DSPARK if raw.get(name) is not None}}
+    read["causal"] = not raw.get("sliding_window_non_causal", True)
+    read |= {name: raw[name] for name in DFLASH2 if raw.get(name) is not None}
+    return {**layer_config, **own, "dflash_config": read}
 
 
 def _flat_eagle3(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,11 +92,13 @@ def nested(raw: Mapping[str, Any], target: str, target_architectures: list[str])
         target: name or path of the target, which the format requires.
 
     Raises:
-        ValueError: some layers are causal and others aren't, which the format can't say; or it is DFlash2.
+        ValueError: some layers are causal and others aren't, which the format can't say; or it is DFlash2 or DSpark.
     """
     dflash = raw["dflash_config"]
-    if is_dflash2(raw):
-        raise ValueError("DFlash2 is written in z-lab's form only: keep the drafter in that")
+    if is_dflash2(raw) or is_dspark(raw):
+        raise ValueError(
+            f"{'DSpark' if is_dspark(raw) else 'DFlash2'} is kept in the form that it has: leave the layout as it is"
+        )
     are_causal = {layer.is_causal for layer in layer_attention(resolved(raw))}
     if len(are_causal) > 1:
         raise ValueError("speculators' form can't say that only some layers are causal: keep the drafter in z-lab's form")

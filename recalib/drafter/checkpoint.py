@@ -37,7 +37,13 @@ OWN_SHARED_NAMES = ("embed_tokens.weight", "lm_head.weight")
 WORDS_NAME = "d2t"
 """Offsets of the drafter's words: word i is the target's token i + d2t[i]."""
 MASK_EMBEDDING_NAME = "mask_embedding.pt"
-_KINDS: dict[str, type[Drafter]] = {"dflash": DFlashDrafter, "eagle3": Eagle3Drafter, "mtp": MtpDrafter}
+KINDS: dict[str, type[Drafter]] = {
+    "dflash": DFlashDrafter,
+    "dspark": DFlashDrafter,
+    "eagle3": Eagle3Drafter,
+    "mtp": MtpDrafter,
+}
+"""Class of each method's drafters."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -240,7 +246,7 @@ def load_drafter(
     goal_head = None
     if lm_head is not head.lm_head and head.is_last_of(config.target_layer_ids):
         goal_head = head.lm_head if words is None else head.lm_head[words.to(head.lm_head.device)]
-    drafter = _KINDS[config.method](config, embed_tokens, lm_head, words, goal_head)
+    drafter = KINDS[config.method](config, embed_tokens, lm_head, words, goal_head)
     own = drafter.state_dict()
     found = read_tensors(folder, [stored.get(name, name) for name in own])
     tensors = {name: found[stored.get(name, name)] for name in own}

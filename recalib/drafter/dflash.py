@@ -8,10 +8,12 @@ The output at position p + j predicts the token at p + j: there is no shift.
 Context keys and values depend only on `fc`, `hidden_norm`, `k_proj`, `v_proj` and `k_norm` (`makes_context`). Query tokens
 go through the layer's input norm first. Context features don't: they have `hidden_norm` instead.
 
-DFlash2 adds convolutions along the block, and a selector that walks over each position's best tokens.
+DFlash2 adds convolutions along the block, and a selector that walks over each position's best tokens. DSpark adds a Markov
+head: a low-rank score of each token after the one before it. In its own form the anchor's row predicts the first token, and
+there is a mask less. In speculators' form it has DFlash's rows.
 
-Source: arXiv 2602.06036, section 3; vLLM 0.32 `model_executor/models/qwen3_dflash.py`, `qwen3_dflash2.py` and
-`v1/spec_decode/dflash.py`, `v1/worker/gpu/spec_decode/dflash2/speculator.py`.
+Source: arXiv 2602.06036, section 3; vLLM 0.32 `model_executor/models/qwen3_dflash.py`, `qwen3_dflash2.py`, `qwen3_dspark.py`
+and `v1/spec_decode/dflash.py`, `v1/worker/gpu/spec_decode/dflash2/speculator.py`, `dspark/speculator.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from honed.kernels.training.anchor_attention import Visible, anchor_attention
-from honed.recalib.config.drafter import Convolution, DrafterConfig, Selector
+from honed.kernels.training.block_loss import top_tokens
+from honed.recalib.config.drafter import Convolution, DrafterConfig, Markov, Selector
 from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.drafter.layers import MLP, RMSNorm, rotate
 
@@ -120,6 +123,20 @@ class CandidateSelector(nn.Module):
         return edges
 
 
+class MarkovHead(nn.Module):
+    """DSpark's scores of a token after the one before it: products of two embeddings; see `DFlashDrafter.UNTRAINED`."""
+
+    def __init__(self, config: DrafterConfig, markov: Markov) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(config.vocab_size, markov.rank)
+        self.markov_w2 = nn.Linear(markov.rank, config.num_words, bias=False)
+
+    def forward(self, previous: Tensor) -> Tensor:  # [...] -> [..., rank]
+        """Embed the tokens before."""
+        embedded: Tensor = self.markov_w1(previous)
+        return embedded
+
+
 class Layer(nn.Module):
     """Pre-norm attention and MLP, each with its residual, and in DFlash2 with its convolutions."""
 
@@ -148,10 +165,14 @@ def _between(conv: GroupedConv | None, x: Tensor, apply: Callable[[Tensor], Tens
 
 
 class DFlashDrafter(Drafter):
-    """A DFlash or DFlash2 drafter."""
+    """A DFlash, DFlash2 or DSpark drafter."""
 
-    UNTRAINED = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
-    """DFlash2's codebooks: losses need a frozen head, and each has a row for every token."""
+    UNTRAINED = (
+        "candidate_selector.predecessor_codebook",
+        "candidate_selector.successor_codebook",
+        "markov_head.markov_w2.weight",
+    )
+    """DFlash2's codebooks and DSpark's head: losses need a frozen head."""
 
     def __init__(
         self,
@@ -168,34 +189,49 @@ class DFlashDrafter(Drafter):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self._kinds = [config.attention_of(layer) for layer in range(config.num_hidden_layers)]
         self.candidate_selector = CandidateSelector(config, config.selector) if config.selector else None
+        self.markov_head = MarkovHead(config, config.markov) if config.markov else None
         self._pair_head: Tensor | None = None
 
     @property
     def can_denoise(self) -> bool:
-        """Whether it has no selector, which needs the token before each."""
-        return self.candidate_selector is None
+        """Whether a token's scores don't need the token before it."""
+        return not self.config.pair_rank
 
     def scored(self, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:  # [N, K, H], [N, K] -> [N, K, H'], [W, H']
         """Rows and a head whose products are the scores of every token after a known previous one.
 
-        A selector's scores are products as well: each row gets some more columns, and the head those of the successors'
-        codebook.
+        Scores of pairs are products as well: each row gets some more columns, and so does the head.
         """
-        selector = self.candidate_selector
-        if selector is None:
+        selector, markov = self.candidate_selector, self.markov_head
+        if selector is not None:
+            edges, successors = selector(hidden, previous), selector.successor_codebook
+        elif markov is not None:
+            edges, successors = markov(previous).to(hidden.dtype), markov.markov_w2.weight
+        else:
             return hidden, self.lm_head
         if self._pair_head is None or self._pair_head.device != self.lm_head.device:
-            successors = selector.successor_codebook.detach().to(self.lm_head)
-            self._pair_head = torch.cat((self.lm_head, successors), dim=1)
-        edges = selector(hidden, previous)
+            self._pair_head = torch.cat((self.lm_head, successors.detach().to(self.lm_head)), dim=1)
         return torch.cat((hidden * self.config.logit_scale, edges), dim=-1), self._pair_head
 
     @torch.no_grad()
     def best_drafts(self, hidden: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Draft greedily; with a selector, walk over the candidates."""
+        """Draft greedily; with scores of pairs, one token after the other."""
+        if self.markov_head is not None:
+            return self._follow(hidden, anchor_ids)
         if self.candidate_selector is None:
             return super().best_drafts(hidden, anchor_ids)
         return self._walk(self.candidate_selector, hidden, anchor_ids)
+
+    def _follow(self, hidden: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Choose each position's best word after the one chosen before it."""
+        previous, chosen, reached = anchor_ids, list[Tensor](), list[Tensor]()
+        for k in range(hidden.shape[1]):
+            rows, head = self.scored(hidden[:, k], previous)
+            best, log_probabilities = top_tokens(rows, head)
+            previous = self.to_target(best)
+            chosen.append(previous)
+            reached.append(log_probabilities)
+        return torch.stack(chosen, dim=1), torch.stack(reached, dim=1)
 
     def _walk(self, selector: CandidateSelector, hidden: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Choose each position's best candidate after the one chosen before it."""
@@ -236,8 +272,10 @@ class DFlashDrafter(Drafter):
         num_draft_tokens: int | None = None,
         block_tokens: Tensor | None = None,
     ) -> Tensor:  # [N, K, H]
-        """Compute the normed hidden states of the mask positions, before the target's head."""
-        num_masks = num_draft_tokens or self.config.num_draft_tokens
+        """Compute the normed hidden states of the rows that predict, before the target's head."""
+        markov = self.config.markov
+        first = 0 if markov is not None and markov.drafts_from_anchor else 1  # row that predicts the first token
+        num_masks = (num_draft_tokens or self.config.num_draft_tokens) + first - 1
         offsets = torch.arange(num_masks + 1, device=anchors.device)
         masks = torch.full((len(anchors), num_masks), self.config.mask_token_id, device=anchors.device)
         block_ids = torch.cat((token_ids[anchors, None], masks if block_tokens is None else block_tokens), dim=1)
@@ -251,5 +289,5 @@ class DFlashDrafter(Drafter):
         for layer, keys_values, kind in zip(self.layers, context, self._kinds, strict=True):
             given = (x, tables, keys_values, visible[kind])
             x = checkpoint(layer, *given, use_reentrant=False) if is_recomputing else layer(*given)
-        hidden: Tensor = self.norm(x[:, 1:])
+        hidden: Tensor = self.norm(x[:, first:])
         return hidden

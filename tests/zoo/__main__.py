@@ -24,7 +24,7 @@ TIMEOUT_S = 1200
 TORCHVISION = ROOT / "build" / "zoo"
 """Where `make` has put torchvision, which vLLM imports with models that take images."""
 SITE = ROOT / "tests" / "zoo" / "site"
-HELD = ("events", "greedy", "capture", "drafts", "swap", "trained", "kept")
+HELD = ("events", "greedy", "capture", "drafts", "idle", "swap", "trained", "kept")
 
 
 def run(pair: str, runner: str, log: Path) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def runners(pair: str) -> list[str]:
     """Model runners that a pair runs on."""
     if not IS_CUDA:
         return [PAIRS[pair].runner]
-    return ["v2"] if PAIRS[pair].method == "dflash" else ["v2", "v1"]
+    return ["v2"] if PAIRS[pair].method in ("dflash", "dspark") else ["v2", "v1"]
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ events    what honed logged is what vLLM counted
 greedy    tokens are those without honed and without speculation; where speculation itself changes them, those with it
 capture   captured features are the hidden states that Transformers computes
 drafts    honed's drafter drafts what vLLM's drafted
+idle      the same after steps that draft nothing
 swap      other weights and back: checksums are those of the files, tokens stay
 trained   some updates on what was captured make a version that drafts more, and serves; then a roll-back
 kept      after a swap amid requests that keeps the cache, that version drafts as if it had always been there
@@ -16,6 +17,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ if IS_SLOW:
 import torch
 
 from honed.recalib.drafter.checkpoint import load_drafter, save_drafter
+from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.gate.evaluate import expected_acceptance_length
 from honed.recalib.registry.weights_digest import weights_digests
 from honed.recalib.samples.ring_reader import RingReader
@@ -49,7 +52,7 @@ os.environ["HONED_FEATURES"] = "layers"
 
 NUM_PROMPTS, MAX_TOKENS = (2, 12) if IS_SLOW else (6, 48)
 PROMPTS = held_out(NUM_PROMPTS, 60 if IS_SLOW else 200)
-NUM_UPDATES = 200 if PAIR.method != "dflash" else 40 if IS_SLOW else 120
+NUM_UPDATES = 200 if PAIR.method in ("eagle3", "mtp") else 40 if IS_SLOW else 120
 TOLERANCE = {"float32": 1e-2 if IS_CUDA else 1e-4, "bfloat16": 0.05}
 """Of captured features, relative to their size: other rows or layers would be off by more than 1. On CUDA vLLM's attention
 multiplies float32 with ten bits."""
@@ -100,23 +103,42 @@ def trained(target: Path, drafter_dir: Path, samples: list[TrainingSample], fold
     return after / before, folder
 
 
-def share_after_swap(running: TestEngine, before: Path, after: Path, target: Path, expected: list[list[int]]) -> float:
-    """Share of the drafts after a swap amid requests, cache kept, that are those of the new version."""
+def stepped(running: TestEngine, before_step: Callable[[int], None]) -> list[list[int]]:
+    """The answers again; `before_step` is called with each step's number."""
     from vllm import SamplingParams
 
-    assert swap(running, "stock", before).ok
-    llm, seen, done, since = running.llm.llm_engine, listen(running), {}, dict[str, int]()
+    llm, done = running.llm.llm_engine, dict[str, list[int]]()
     for number, prompt in enumerate(PROMPTS):
         llm.add_request(str(number), prompt, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True))
     for step in range(1000):
-        if step == 4:
-            since = {name: max(one.drafts) + 1 for name, one in seen.items()}
-            assert swap(running, "version", after).ok
+        before_step(step)
         done |= {out.request_id: list(out.outputs[0].token_ids) for out in llm.step() if out.finished}
         if not llm.has_unfinished_requests():
             break
-    assert [done[str(number)] for number in range(len(PROMPTS))] == expected
+    return [done[str(number)] for number in range(len(PROMPTS))]
+
+
+def share_after_swap(running: TestEngine, before: Path, after: Path, target: Path, expected: list[list[int]]) -> float:
+    """Share of the drafts after a swap amid requests, cache kept, that are those of the new version."""
+    assert swap(running, "stock", before).ok
+    seen, since = listen(running), dict[str, int]()
+
+    def swap_once(step: int) -> None:
+        if step == 4:
+            since.update({name: max(one.drafts) + 1 for name, one in seen.items()})
+            assert swap(running, "version", after).ok
+
+    assert stepped(running, swap_once) == expected
     return share_of_equal_drafts(load_drafter(after, target, num_draft_tokens=K), dict(seen), since)
+
+
+def share_after_idle_steps(running: TestEngine, drafter: Drafter, expected: list[list[int]]) -> float:
+    """Share of equal drafts where some steps draft nothing: their rows have to be in the drafter's cache later."""
+    seen, lengths = listen(running), (K, 0, 0, K, K)
+    found = stepped(running, lambda step: set_policy(running, static_k=lengths[step % len(lengths)], generation=100 + step))
+    set_policy(running, capture_share=1.0, generation=2000)
+    assert found == expected
+    return share_of_equal_drafts(drafter, dict(seen))
 
 
 def perturbed(drafter_dir: Path, target: Path, folder: Path) -> Path:
@@ -163,6 +185,9 @@ def run(folder: Path) -> dict[str, Any]:
         result["capture"] = result["capture_error"] <= TOLERANCE[PAIR.dtype]
         result["equal_drafts"] = round(share_of_equal_drafts(drafter, dict(seen)), 4)
         result["drafts"] = result["equal_drafts"] >= LEAST_SHARE[PAIR.dtype]
+
+        result["idle_share"] = round(share_after_idle_steps(running, drafter, expected), 4)
+        result["idle"] = result["idle_share"] >= LEAST_SHARE[PAIR.dtype]
 
         def serves(version: str, files: Path) -> bool:
             done = swap(running, version, files)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.make_pairs.kinds import eagle3_json, fresh_eagle3, make_dflash2, reduce_vocabulary, write_eagle3
+from benchmarks.make_pairs.kinds import eagle3_json, fresh_eagle3, make_dflash2, make_dspark, reduce_vocabulary, write_eagle3
 from honed.recalib.drafter.checkpoint import load_target_head, save_drafter
 from honed.recalib.drafter.dflash import DFlashDrafter, DrafterConfig
 from honed.recalib.registry.head_of_target import extract_head
@@ -38,6 +38,7 @@ class Pair:
     is_sharded: bool = False
     eagle3: dict[str, Any] | None = None
     """Fields of an EAGLE-3 drafter's config.json, which takes the place of the DFlash one."""
+    is_dspark: bool = False
     has_mtp: bool = False
     """Whether the target has an MTP head, which takes the place of the DFlash drafter."""
     runner: str = "v1"
@@ -49,7 +50,7 @@ class Pair:
     @property
     def method(self) -> str:
         """vLLM's speculative method."""
-        return "mtp" if self.has_mtp else "dflash" if self.eagle3 is None else "eagle3"
+        return "mtp" if self.has_mtp else "dspark" if self.is_dspark else "dflash" if self.eagle3 is None else "eagle3"
 
 
 def _reduce(folder: Path) -> None:
@@ -60,6 +61,11 @@ def _rename(folder: Path) -> None:
     renamed = renamed_drafter(folder, folder.with_name("renamed"))
     shutil.rmtree(folder)
     renamed.rename(folder)
+
+
+def _dspark_with_dflashs_rows(folder: Path) -> None:
+    reduce_vocabulary(folder, TARGET, torch.arange(VOCAB_SIZE)[-NUM_WORDS:])
+    make_dspark(folder, drafts_from_anchor=False, scale=0.1)
 
 
 def _dflash(**changes: Any) -> dict[str, Any]:
@@ -87,6 +93,8 @@ PAIRS: dict[str, Pair] = {
     "reduced vocabulary": Pair(change=_reduce),
     "aliased names": Pair(change=_rename),
     "dflash2": Pair(change=make_dflash2, runner="v2"),
+    "dspark": Pair(change=make_dspark, is_dspark=True, runner="v2"),
+    "dspark, with dflash's rows": Pair(change=_dspark_with_dflashs_rows, is_dspark=True, runner="v2"),
     "partial rotation": Pair(drafter={"partial_rotary_factor": 0.5}),
     "scaled values": Pair(drafter=_dflash(attention_value_scale=0.75)),
     "eagle3": Pair(eagle3={}),

@@ -35,6 +35,7 @@ def dflash(layers: int = 5, window: int = 0, full: int = 0, **changes: Any) -> d
 REFUSED = {
     "XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash": ["an attention sink"],
     "Laguna's DFlash": ["Laguna's drafter"],
+    "deepseek-ai's DSpark for Gemma-4-12B": ["architecture Gemma4DSparkModel"],
 }
 
 
@@ -63,13 +64,16 @@ def test_what_is_not_published_yet(drafter: dict[str, Any], target: dict[str, An
 @pytest.mark.parametrize(
     ("facts", "reasons"),
     [
-        ({"method": "ngram"}, ["training is for method 'dflash' or 'eagle3' or 'mtp', this engine runs method 'ngram'"]),
+        (
+            {"method": "ngram"},
+            ["training is for method 'dflash' or 'dspark' or 'eagle3' or 'mtp', this engine runs method 'ngram'"],
+        ),
         ({"method": "mtp", "drafter": {"model_type": "qwen3_5_mtp", "num_hidden_layers": 4}}, []),
         (
             {"method": "mtp", "drafter": {"model_type": "glm4_moe_mtp"}},
             ["of MTP heads only those of Qwen3.5's kind can be trained, not 'glm4_moe_mtp'"],
         ),
-        ({"method": ""}, ["training is for method 'dflash' or 'eagle3' or 'mtp', this engine runs no method"]),
+        ({"method": ""}, ["training is for method 'dflash' or 'dspark' or 'eagle3' or 'mtp', this engine runs no method"]),
         (
             {"pipeline_parallel_size": 2},
             ["pipeline parallelism splits the hidden states over processes; use tensor parallelism if the model fits"],

@@ -110,7 +110,7 @@ def test_an_engine_without_a_drafter_names_none() -> None:
     assert ngram.speculative_config.draft_model_config.model == ngram.model_config.model, "vLLM names the target"
     assert draft_folder(ngram) == ""
     (reason,) = check_features(ngram).untrained
-    assert reason == "training is for method 'dflash' or 'eagle3' or 'mtp', this engine runs method 'ngram'"
+    assert reason == "training is for method 'dflash' or 'dspark' or 'eagle3' or 'mtp', this engine runs method 'ngram'"
 
 
 def test_names_of_tensors_come_from_one_file_or_an_index(tmp_path: Path) -> None:

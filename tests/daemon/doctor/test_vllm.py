@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.make_pairs.kinds import make_dspark
 from honed.attach.contract import compatibility
 from honed.daemon.doctor import vllm as doctor_vllm
 from honed.daemon.doctor import vllm_processes
@@ -140,6 +142,16 @@ def test_slots_beyond_the_block_are_for_trees(slots: int, has_trees: bool, is_to
     assert all("block has 7" in check.text and "HONED_TREES=1" in check.cure for check in found)
 
 
+@pytest.mark.parametrize(("slots", "is_told"), [(7, False), (8, True)])
+def test_dsparks_block_has_no_token_but_drafts(tmp_path: Path, slots: int, is_told: bool) -> None:
+    shutil.copytree(TINY / "drafter", tmp_path / "drafter")
+    make_dspark(tmp_path / "drafter")
+    asked = {"method": "dspark", "model": str(tmp_path / "drafter"), "num_speculative_tokens": slots}
+    words = command(*FLAGS, "--speculative-config", json.dumps(asked))
+    found = wrong(list(doctor_vllm.check_command(words, "vLLM", lambda name: read_config(Path(name)))))
+    assert [check.text.endswith("block has 7: those beyond are hardly ever accepted") for check in found] == [True] * is_told
+
+
 def test_a_sound_command_is_all_well() -> None:
     found = checks(command(*FLAGS, *speculative()))
     assert [check.level for check in found] == ["ok", "ok"]
@@ -167,7 +179,7 @@ def test_what_else_can_be_wrong_with_a_command(words: list[str], level: str, say
     ("drafter", "target", "says"),
     [
         ({"logit_scale": 0.5}, {}, ["logit_scale is not supported for training"]),
-        ({"speculators_model_type": "peagle"}, {}, ["speculators_model_type is 'peagle': only DFlash and EAGLE-3"]),
+        ({"speculators_model_type": "peagle"}, {}, ["speculators_model_type is 'peagle': only DFlash, DSpark and EAGLE-3"]),
         ({}, {}, []),
     ],
 )

@@ -107,6 +107,8 @@ def test_a_name_tells_the_block_size_and_the_method_where_nothing_else_does(tmp_
     offline = {"HF_HUB_OFFLINE": "1"}
     found = speculative(vllm_args("z-lab/Qwen3-8B-DFlash-b16", tmp_path, **offline))
     assert (found["method"], found["num_speculative_tokens"]) == ("dflash", 15)
+    found = speculative(vllm_args("deepseek-ai/dspark_qwen3_8b_block7", tmp_path, **offline))
+    assert (found["method"], found["num_speculative_tokens"]) == ("dspark", 7)
     found = speculative(vllm_args("org/Qwen3-8B_eagle3", tmp_path, "--draft-tokens", "4", **offline))
     assert (found["method"], found["num_speculative_tokens"]) == ("eagle3", 4)
 
@@ -122,6 +124,9 @@ def test_a_name_tells_the_block_size_and_the_method_where_nothing_else_does(tmp_
             7,
         ),
         ({"block_size": "8"}, "dflash", 0),
+        ({"architectures": ["Qwen3DSparkModel"], "block_size": 7}, "dspark", 7),
+        ({"architectures": ["Qwen3DSparkModel"], "block_size": 7, "sample_from_anchor": False}, "dspark", 6),
+        ({"speculators_model_type": "dspark", "block_size": 8}, "dspark", 7),
     ],
 )
 def test_the_block_size_is_where_the_formats_have_it(raw: dict[str, Any], method: str, k: int) -> None:

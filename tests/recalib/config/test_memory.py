@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from honed.recalib.config.drafter import Convolution, Eagle3, Mtp, Selector
+from honed.recalib.config.drafter import Convolution, Eagle3, Markov, Mtp, Selector
 from honed.recalib.config.memory import MemoryBudgetError, check_fits, count_parameters, estimate, estimate_and_cures
-from honed.recalib.drafter.dflash import DFlashDrafter, DrafterConfig
+from honed.recalib.drafter.checkpoint import KINDS
+from honed.recalib.drafter.dflash import DrafterConfig
 from honed.recalib.drafter.drafter import Drafter
-from honed.recalib.drafter.eagle3 import Eagle3Drafter
-from honed.recalib.drafter.mtp import MtpDrafter
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
 
@@ -44,6 +43,8 @@ EAGLE3 = replace(
     ),
 )
 MTP = replace(CONFIG, num_hidden_layers=1, block_size=4, target_layer_ids=(), mtp=Mtp(has_gate=True))
+DFLASH2 = replace(CONFIG, convolution=Convolution(2, 16), selector=Selector(8, 4))
+DSPARK = replace(CONFIG, markov=Markov(rank=8, drafts_from_anchor=True))
 SETTINGS = TrainingSettings(anchors_per_micro_step=32, micro_steps_per_update=1)
 ROWS = 600
 
@@ -51,8 +52,7 @@ ROWS = 600
 def make_drafter(config: DrafterConfig) -> Drafter:
     torch.manual_seed(0)
     embed = torch.randn(config.vocab_size, config.hidden_size)
-    kinds: dict[str, type[Drafter]] = {"dflash": DFlashDrafter, "eagle3": Eagle3Drafter, "mtp": MtpDrafter}
-    return kinds[config.method](config, embed, embed)
+    return KINDS[config.method](config, embed, embed)
 
 
 def measured_bytes(
@@ -132,6 +132,14 @@ def test_the_estimate_of_a_drafter_that_drafts_one_by_one(
     assert needed < most * measured_bytes(settings, is_fused, False, is_kept, config)
 
 
+@pytest.mark.parametrize("is_kept", [False, True], ids=["fresh", "kept"])
+@pytest.mark.parametrize("config", [DFLASH2, DSPARK], ids=["dflash2", "dspark"])
+def test_the_estimate_of_a_drafter_that_scores_pairs(config: DrafterConfig, is_kept: bool) -> None:
+    needed = estimate(config, SETTINGS, ROWS, is_head_tied=True).total_bytes
+    measured = measured_bytes(SETTINGS, True, False, is_kept, config)
+    assert measured <= needed < 1.8 * measured
+
+
 @pytest.mark.parametrize("loss", ["kl", "hybrid"])
 def test_a_distribution_as_goal_is_counted(loss: str) -> None:
     settings = replace(SETTINGS, loss=loss)  # type: ignore[arg-type]
@@ -141,12 +149,11 @@ def test_a_distribution_as_goal_is_counted(loss: str) -> None:
 
 
 def test_parameters_are_counted_exactly() -> None:
-    dflash2 = {"convolution": Convolution(2, 16), "selector": Selector(8, 4)}
     eagle3 = EAGLE3.eagle3
     assert eagle3 is not None
     whole = replace(eagle3, norm_before_fc=True, norms_features=True)
     kinds = (
-        *(replace(CONFIG, **change) for change in ({}, {"attention_bias": True}, dflash2)),
+        *(CONFIG, replace(CONFIG, attention_bias=True), DFLASH2, DSPARK),
         *(replace(EAGLE3, eagle3=one) for one in (eagle3, whole)),
         *(replace(MTP, attention_bias=has, mtp=Mtp(has_gate=has)) for has in (False, True)),
         *(replace(EAGLE3, attention_bias=True, eagle3=replace(eagle3, has_head_norms=has)) for has in (False, True)),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from honed.adapt.models.trainable import LayerAttention
-from honed.recalib.config.drafter import Convolution, DrafterConfig, Selector
+from honed.recalib.config.drafter import Convolution, DrafterConfig, Markov, Selector
 from honed.recalib.config.presets import PRESETS, Preset, completed, decay_tokens, even_layer_ids, preset_of
 from honed.recalib.config.speculators import flat, nested
 
@@ -192,7 +192,7 @@ def test_a_reduced_vocabulary() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"speculators_model_type": "peagle"}, "is 'peagle': only DFlash and EAGLE-3"),
+        ({"speculators_model_type": "peagle"}, "is 'peagle': only DFlash, DSpark and EAGLE-3"),
         ({"transformer_layer_config": None}, "no 'transformer_layer_config'"),
         ({"aux_hidden_state_layer_ids": None}, "no 'aux_hidden_state_layer_ids'"),
     ],
@@ -213,5 +213,44 @@ def test_dflash2_is_read_in_both_forms() -> None:
     del fields["selector_rank"]
     with pytest.raises(ValueError, match="no 'selector_rank'"):
         DrafterConfig.from_json(ours | {"dflash_config": fields | {"mask_token_id": 5}})
-    with pytest.raises(ValueError, match="z-lab's form only"):
+    with pytest.raises(ValueError, match="DFlash2 is kept in the form"):
         nested(completed(ours), "target", [])
+
+
+def test_dspark_is_read_in_both_forms() -> None:
+    """In its own form every row of a block predicts; in speculators' one the anchor's doesn't."""
+    fields = {"markov_rank": 256, "markov_head_type": "vanilla", "enable_confidence_head": True}
+    outside = {name: value for name, value in QWEN3_8B.items() if name != "dflash_config"}
+    ours = outside | fields | {"architectures": ["Qwen3DSparkModel"], "block_size": 7, "mask_token_id": 5}
+    ours |= {"target_layer_ids": [1, 9, 17, 25, 33]}
+    config = DrafterConfig.from_json(ours)
+    assert (config.method, config.num_draft_tokens, config.mask_token_id) == ("dspark", 7, 5)
+    assert config.markov == Markov(256, drafts_from_anchor=True)
+    theirs = DrafterConfig.from_json(SPECULATORS | {"speculators_model_type": "dspark"} | fields)
+    assert (theirs.method, theirs.num_draft_tokens) == ("dspark", SPECULATORS["block_size"] - 1)
+    assert theirs.markov == Markov(256, drafts_from_anchor=False)
+    assert theirs.target_layer_ids == config.target_layer_ids
+    with pytest.raises(ValueError, match="DSpark is kept in the form"):
+        nested(completed(ours), "target", [])
+    refused = {
+        "'markov_rank'; is this a DSpark drafter": {"markov_rank": None},
+        "a Markov head of type gated is not supported": {"markov_head_type": "gated"},
+        "architecture Gemma4DSparkModel is not supported": {"architectures": ["Gemma4DSparkModel"]},
+        "architecture DSparkDraftModel is not supported": {
+            "architectures": ["DSparkDraftModel"],
+            "model_type": "deepseek_v4",
+        },
+    }
+    for message, change in refused.items():
+        raw = {name: value for name, value in (ours | change).items() if value is not None}
+        with pytest.raises(ValueError, match=message):
+            DrafterConfig.from_json(raw)
+
+
+def test_a_dspark_config_of_speculators_is_read_as_vllm_reads_it() -> None:
+    speculators = pytest.importorskip("vllm.transformers_utils.configs.speculators", reason="vLLM is not installed")
+    raw = SPECULATORS | {"speculators_model_type": "dspark", "markov_rank": 256, "sample_from_anchor": True}
+    theirs = speculators.SpeculatorsConfig.extract_transformers_pre_trained_config(json.loads(json.dumps(raw)))
+    ours = flat(raw)
+    assert {name: theirs[name] for name in ours if name in theirs} == ours
+    assert {"target_layer_ids", "mask_token_id", "sample_from_anchor", "markov_rank", "architectures"} <= ours.keys()

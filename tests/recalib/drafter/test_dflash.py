@@ -236,3 +236,49 @@ def test_a_convolution_looks_back_only(make_drafter: MakeDrafter, make_sample: M
     arguments = (sample.features, sample.positions, sample.token_ids, torch.tensor([9]))
     short, full = drafter.draft_hidden(*arguments, num_draft_tokens=1), drafter.draft_hidden(*arguments)
     torch.testing.assert_close(short[:, 0], full[:, 0])
+
+
+DSPARK = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 3, "block_size": 3}
+"""Three rows that all predict, as the plain small drafter's three masks do."""
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 20])
+def test_a_markov_head_scores_each_word_after_the_token_before(make_drafter: MakeDrafter, draft_vocab_size: int | None) -> None:
+    drafter = make_drafter(**DSPARK, draft_vocab_size=draft_vocab_size)
+    head = drafter.markov_head
+    hidden, previous = torch.randn(2, 3, 16), torch.randint(50, (2, 3))
+    rows, weights = drafter.scored(hidden, previous)
+    biases = head.markov_w1.weight[previous] @ head.markov_w2.weight.T
+    torch.testing.assert_close(rows @ weights.T, hidden @ drafter.lm_head.T + biases)
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 20])
+def test_a_markov_head_drafts_each_token_after_its_own(make_drafter: MakeDrafter, draft_vocab_size: int | None) -> None:
+    """As vLLM's `_sample_sequential`, request by request."""
+    drafter = make_drafter(**DSPARK, draft_vocab_size=draft_vocab_size)
+    with torch.no_grad():
+        for parameter in drafter.markov_head.parameters():
+            parameter.mul_(4.0)
+    hidden, anchors, head = torch.randn(6, 3, 16), torch.arange(6), drafter.markov_head
+    wanted = []
+    for row, anchor in zip(hidden, anchors.tolist(), strict=True):
+        previous, tokens = anchor, []
+        for step in range(3):
+            scores = drafter.lm_head @ row[step] + head.markov_w2.weight @ head.markov_w1.weight[previous]
+            previous = int(drafter.to_target(scores.argmax()))
+            tokens.append(previous)
+        wanted.append(tokens)
+    assert drafter.best_drafts(hidden, anchors)[0].tolist() == wanted
+    assert wanted != drafter.to_target((hidden @ drafter.lm_head.T).argmax(-1)).tolist(), (
+        "it changed nothing: this shows nothing"
+    )
+
+
+def test_the_anchor_s_row_predicts_in_dspark_s_own_form(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    """The same rows in both forms; in speculators' one the anchor's predicts nothing."""
+    own, theirs, sample = make_drafter(**DSPARK), make_drafter(**DSPARK, sample_from_anchor=False), make_sample()
+    assert (own.config.num_draft_tokens, theirs.config.num_draft_tokens) == (3, 2)
+    arguments = (sample.features, sample.positions, sample.token_ids, torch.tensor([5, 9]))
+    hidden = own.draft_hidden(*arguments)
+    assert hidden.shape == (2, 3, 16)
+    torch.testing.assert_close(hidden[:, 1:], theirs.draft_hidden(*arguments))

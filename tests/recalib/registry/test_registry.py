@@ -115,7 +115,7 @@ def test_an_eagle3_version_knows_what_its_rows_and_its_cache_depend_on(registry)
 OTHERS = {
     "a target": ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight", "mtp.fc.weight"),
     "EAGLE": ("fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.up_proj.weight", "embed_tokens.weight"),
-    "DSpark": ("fc.weight", "hidden_norm.weight", "markov_head.markov_w1.weight", "layers.0.mlp.up_proj.weight"),
+    "DeepSeek-V4's DSpark": ("mtp.0.main_proj.weight", "mtp.0.markov_head.markov_w1.weight", "mtp.0.norm.weight"),
 }
 
 

@@ -92,6 +92,9 @@ DFLASH2: dict[str, Any] = {
 }
 
 
+DSPARK: dict[str, Any] = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 3, "block_size": 3}
+
+
 def test_a_selector_learns_pairs_and_keeps_its_codebooks(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
     """Cross-entropy of every token after the label before it, by hand; and what it moves."""
     drafter, sample = make_drafter(**DFLASH2), replace(make_sample(num_tokens=6), target_hidden=None)
@@ -111,14 +114,36 @@ def test_a_selector_learns_pairs_and_keeps_its_codebooks(make_drafter: MakeDraft
     assert not any("codebook" in name for name in moved)
 
 
-def test_a_selector_stays_like_its_parent(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
-    drafter, parent, sample = make_drafter(**DFLASH2), make_drafter(**DFLASH2), make_sample()
+def test_a_markov_head_learns_what_follows_and_keeps_its_words(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
+    """Cross-entropy by hand of every token after the label before it, from the anchor's row on; and what it moves."""
+    drafter, sample = make_drafter(**DSPARK), replace(make_sample(num_tokens=6), target_hidden=None)
+    head = drafter.markov_head
+    with torch.no_grad():
+        hidden = drafter.draft_hidden(sample.features, sample.positions, sample.token_ids, torch.tensor([1]))
+        scores = hidden[0] @ drafter.lm_head.T + head.markov_w1.weight[sample.token_ids[1:4]] @ head.markov_w2.weight.T
+        surprise = F.cross_entropy(scores, sample.token_ids[2:5], reduction="none")
+    decay = torch.exp(-torch.arange(3) / TrainingSettings().decay_tokens)
+    settings = TrainingSettings(loss="ce", anchors_per_micro_step=1, micro_steps_per_update=1)
+    before = {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
+    figures = MicroTrainer(drafter, settings).step([sample], [1])
+    assert figures.loss == pytest.approx(float((decay * surprise).sum() / decay.sum()), rel=1e-5)
+    moved = {name for name, parameter in drafter.named_parameters() if not torch.equal(parameter, before[name])}
+    assert "markov_head.markov_w1.weight" in moved
+    assert "markov_head.markov_w2.weight" not in moved
+    assert "layers.0.self_attn.k_proj.weight" not in moved, "cached keys depend on it"
+
+
+@pytest.mark.parametrize("kind", ["selector", "markov head"])
+def test_a_drafter_of_pairs_stays_like_its_parent(make_drafter: MakeDrafter, make_sample: MakeSample, kind: str) -> None:
+    changes, sample = DFLASH2 if kind == "selector" else DSPARK, make_sample()
+    drafter, parent = make_drafter(**changes), make_drafter(**changes)
     settings = TrainingSettings(anchors_per_micro_step=8, micro_steps_per_update=2)
     assert MicroTrainer(drafter, settings, parent).step([sample], kept=[True]).loss == pytest.approx(0.0, abs=1e-5)
-    other = make_drafter(seed=1, **DFLASH2)
+    other = make_drafter(seed=1, **changes)
     assert MicroTrainer(drafter, settings, other).step([sample], kept=[True]).loss > 0.01
 
 
-def test_a_selector_is_drafted_in_one_pass(make_drafter: MakeDrafter) -> None:
-    with pytest.raises(ValueError, match=r"trainer\.denoising_steps = 1"):
-        MicroTrainer(make_drafter(**DFLASH2), TrainingSettings(denoising_steps=2))
+def test_a_drafter_of_pairs_drafts_in_one_pass(make_drafter: MakeDrafter) -> None:
+    for changes in (DFLASH2, DSPARK):
+        with pytest.raises(ValueError, match=r"trainer\.denoising_steps = 1"):
+            MicroTrainer(make_drafter(**changes), TrainingSettings(denoising_steps=2))

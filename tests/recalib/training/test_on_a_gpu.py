@@ -59,6 +59,7 @@ KINDS: dict[str, tuple[type[Drafter], dict[str, Any]]] = {
         DFlashDrafter,
         DFLASH | {"architectures": ["DFlash2DraftModel"], "dflash_config": DFLASH["dflash_config"] | CONVOLUTION},
     ),
+    "dspark": (DFlashDrafter, DFLASH | {"architectures": ["Qwen3DSparkModel"], "markov_rank": 4}),
     "eagle3": (Eagle3Drafter, EAGLE3),
     "eagle3, reduced vocabulary": (Eagle3Drafter, EAGLE3 | {"draft_vocab_size": REDUCED}),
     "mtp": (
