@@ -203,6 +203,7 @@ class DFlashDrafter(Drafter):
         Scores of pairs are products as well: each row gets some more columns, and so does the head.
         """
         selector, markov = self.candidate_selector, self.markov_head
+        successors: Tensor
         if selector is not None:
             edges, successors = selector(hidden, previous), selector.successor_codebook
         elif markov is not None:
