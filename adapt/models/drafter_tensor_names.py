@@ -20,10 +20,11 @@ IGNORED = (
     "rotary_emb.cos_cached",
     "rotary_emb.sin_cached",
     "confidence_head",
+    ".mlp.experts",
 )
-"""Tensors that vLLM skips, tables of a reduced vocabulary, and DSpark's estimate for vLLM's adaptive verification, under which
-nothing is captured. They are never trained or swapped. A written checkpoint has its parent's. Biases are skipped as well where
-the config asks for none."""
+"""Tensors that vLLM skips, tables of a reduced vocabulary, DSpark's estimate for vLLM's adaptive verification, under which
+nothing is captured, and the experts of an MTP head, which are the target's. They are never trained or swapped. A written
+checkpoint has its parent's. Biases are skipped as well where the config asks for none."""
 METHODS = ("dflash", "dspark", "eagle3", "mtp")
 """vLLM's speculative methods whose drafters honed trains and swaps."""
 SHARED = ("embed_tokens", "lm_head")

@@ -79,6 +79,8 @@ def why_untrained(pair: Pair) -> list[str]:
         found += drafter_reasons(pair.drafter)
     if pair.target is not None and pair.target_tensors is not None:
         found += head_reasons(pair.target, pair.target_tensors)
+        if pair.method == "mtp" and (scales := [name for name in pair.target_tensors if _is_scale_of_mtp(name)]):
+            found.append(f"the MTP head is quantised ({min(scales)})")
     return found
 
 
@@ -171,6 +173,11 @@ def is_mtp(raw: Mapping[str, Any]) -> bool:
     return "dflash_config" not in raw and any(kind.startswith(MTP_FAMILY) for kind in kinds)
 
 
+def has_experts(raw: Mapping[str, Any]) -> bool:
+    """Whether the MTP head of a target with this text config has experts, as the target's own layers."""
+    return bool(raw.get("num_experts")) or "moe" in str(raw.get("model_type"))
+
+
 def eagle3_option(raw: Mapping[str, Any], name: str) -> Any:
     """An option that vLLM reads from `eagle_config` first, then from the config itself."""
     own = raw.get("eagle_config") or {}
@@ -243,7 +250,7 @@ def _mtp_trainer_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
     layers = int(raw.get("mtp_num_hidden_layers") or 1)
     checks = {
         f"an MTP head of {layers} layers": layers > 1,
-        "an MTP head with experts": bool(raw.get("num_experts")) or "moe" in str(raw.get("model_type")),
+        "an MTP head with experts and no shared one": has_experts(raw) and not raw.get("shared_expert_intermediate_size"),
         f"activation {raw.get('hidden_act')}": (raw.get("hidden_act") or "silu") != "silu",
         "scaled RoPE": raw["rope_parameters"]["rope_type"] not in (*ROPE_TYPES, "mrope"),
         "layer_scale": raw.get("layer_scale"),
@@ -260,6 +267,11 @@ def _window(raw: Mapping[str, Any]) -> int | None:
 
 def _is_sliding(raw: Mapping[str, Any]) -> bool:
     return SLIDING in (raw.get("layer_types") or ()) or bool((raw.get("dflash_config") or {}).get("use_swa"))
+
+
+def _is_scale_of_mtp(name: str) -> bool:
+    """Whether a tensor belongs to a quantised linear layer of an MTP head."""
+    return name.startswith("mtp.") and name.endswith(("_scale", "_scale_inv", "_scale_2", ".scales", ".qweight", "_packed"))
 
 
 def _is_qwen3_dspark(raw: Mapping[str, Any]) -> bool:

@@ -52,15 +52,13 @@ def mtp_config(theirs: dict[str, Any], **changes: Any) -> dict[str, Any]:
 def mtp_head(raw: dict[str, Any]) -> dict[str, Tensor]:
     """Random tensors of an MTP head for a config.json, norms as w - 1."""
     width, d, heads, kv = (raw[n] for n in ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads"))
-    inner, asked = raw["intermediate_size"], heads * d * (2 if raw["attn_output_gate"] else 1)
+    asked = heads * d * (2 if raw["attn_output_gate"] else 1)
     shapes = {
         "self_attn.q_proj": (asked, width),
         "self_attn.k_proj": (kv * d, width),
         "self_attn.v_proj": (kv * d, width),
         "self_attn.o_proj": (width, heads * d),
-        "mlp.gate_proj": (inner, width),
-        "mlp.up_proj": (inner, width),
-        "mlp.down_proj": (width, inner),
+        **_mlp_shapes(raw),
         "self_attn.q_norm": (d,),
         "self_attn.k_norm": (d,),
         "input_layernorm": (width,),
@@ -74,6 +72,22 @@ def mtp_head(raw: dict[str, Any]) -> dict[str, Tensor]:
         name: torch.randn(shape, generator=generator) * (shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
         for name, shape in named.items()
     }
+
+
+def _mlp_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of an MLP, or of experts one by one, their router and the shared expert."""
+    width, count = raw["hidden_size"], raw.get("num_experts", 0)
+
+    def mlp(name: str, inner: int) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.gate_proj": (inner, width), f"{name}.up_proj": (inner, width), f"{name}.down_proj": (width, inner)}
+
+    if not count:
+        return mlp("mlp", raw["intermediate_size"])
+    found: dict[str, tuple[int, ...]] = {"mlp.gate": (count, width), "mlp.shared_expert_gate": (1, width)}
+    found |= mlp("mlp.shared_expert", raw["shared_expert_intermediate_size"])
+    for number in range(count):
+        found |= mlp(f"mlp.experts.{number}", raw["moe_intermediate_size"])
+    return found
 
 
 def make_tiny_mtp_target(tiny: Path, folder: Path) -> Path:

@@ -12,6 +12,7 @@ from honed.adapt.models.trainable import (
     drafter_reasons,
     drafts_from_anchor,
     eagle3_option,
+    has_experts,
     has_reduced_vocabulary,
     is_dflash2,
     is_dspark,
@@ -79,11 +80,25 @@ class Eagle3:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """What an MTP head has in the place of an MLP: routed experts, which are never trained, beside a shared one, which is."""
+
+    count: int
+    top_k: int
+    """Experts of a token."""
+    intermediate_size: int
+    """Width of a routed expert; `DrafterConfig.intermediate_size` is the shared one's."""
+    renormalizes: bool
+    """Whether the chosen experts' shares add up to 1."""
+
+
+@dataclass(frozen=True)
 class Mtp:
     """What only an MTP head has: a layer of the target's kind, which is part of the target's checkpoint."""
 
     has_gate: bool
     """Whether each query brings a gate on the attention's output."""
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True)
@@ -179,7 +194,7 @@ class DrafterConfig:
             return cls(
                 vocab_size=int(raw["vocab_size"]),
                 hidden_size=int(raw["hidden_size"]),
-                intermediate_size=int(raw["intermediate_size"]),
+                intermediate_size=int(raw[_width_of_mlp(raw)]),
                 num_hidden_layers=1 if is_mtp(raw) else int(raw["num_hidden_layers"]),
                 num_attention_heads=int(raw["num_attention_heads"]),
                 num_key_value_heads=int(raw["num_key_value_heads"]),
@@ -218,8 +233,23 @@ def _mtp_of(raw: Mapping[str, Any]) -> dict[str, Any]:
         "block_size": 1 + MTP_TOKENS,
         "mask_token_id": 0,
         "target_layer_ids": (),
-        "mtp": Mtp(has_gate=bool(raw.get("attn_output_gate", True))),
+        "mtp": Mtp(bool(raw.get("attn_output_gate", True)), _experts_of(raw) if has_experts(raw) else None),
     }
+
+
+def _experts_of(raw: Mapping[str, Any]) -> Experts:
+    """Fields of an MTP head's experts. Raises KeyError for a missing one."""
+    return Experts(
+        count=int(raw["num_experts"]),
+        top_k=int(raw["num_experts_per_tok"]),
+        intermediate_size=int(raw["moe_intermediate_size"]),
+        renormalizes=bool(raw.get("norm_topk_prob", True)),
+    )
+
+
+def _width_of_mlp(raw: Mapping[str, Any]) -> str:
+    """Name of the field that has it."""
+    return "shared_expert_intermediate_size" if is_mtp(raw) and has_experts(raw) else "intermediate_size"
 
 
 def _eagle3_of(raw: Mapping[str, Any]) -> dict[str, Any]:

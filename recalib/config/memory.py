@@ -77,6 +77,9 @@ def estimate(
         heads = 3 * config.draft_vocab_size * config.hidden_size * FLOAT
     else:
         heads = 0 if is_head_tied else embedding
+    experts = config.mtp.experts if config.mtp else None
+    if experts is not None:
+        heads += 3 * experts.count * experts.intermediate_size * config.hidden_size * shared_bytes
     if config.pair_rank:  # the head with columns for pairs, for drafter and parent
         heads += 2 * config.num_words * (config.hidden_size + config.pair_rank) * shared_bytes
     parts = {
@@ -176,7 +179,10 @@ def _count_mtp(config: DrafterConfig, mtp: Mtp, settings: TrainingSettings) -> t
     others = 2 * h + d + h * asked + h * queries + 3 * h * config.intermediate_size
     if config.attention_bias:
         kv_path, others = kv_path + 2 * values, others + asked
-    return (0, kv_path + others) if settings.scope == "full" else (kv_path, others)
+    router = 0
+    if mtp.experts is not None:
+        router, others = h * mtp.experts.count, others + h
+    return (router, kv_path + others) if settings.scope == "full" else (router + kv_path, others)
 
 
 def _context_bytes(config: DrafterConfig, settings: TrainingSettings, rows: int, is_fused: bool, compute_bytes: int) -> int:
@@ -215,6 +221,9 @@ def _unrolled_layer_bytes(config: DrafterConfig, settings: TrainingSettings, blo
     part = min(blocks, PART_QUERIES)
     read = math.ceil(blocks / part) * (rows + part * k)
     row = 10 * h + 4 * queries + (4 + k) * values + 3 * config.intermediate_size
+    experts = config.mtp.experts if config.mtp else None
+    if experts is not None:  # chosen rows, the three products, and their weighted sum
+        row += experts.top_k * (4 * experts.intermediate_size + 3 * h) + 4 * experts.count
     kept = (blocks * row + 2 * read * values) * compute_bytes + part * read * FLOAT + blocks * heads * FLOAT
     passing = 2 * (read + rows) * values * compute_bytes + part * read * FLOAT
     if settings.gradient_checkpointing:

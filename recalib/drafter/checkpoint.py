@@ -19,7 +19,7 @@ from torch import Tensor
 
 from honed.adapt.models.drafter_tensor_names import names_of
 from honed.adapt.models.target_tensor_names import HeadNames, adds_one, head_names, text_config
-from honed.recalib.config.drafter import DrafterConfig
+from honed.recalib.config.drafter import DrafterConfig, Experts
 from honed.recalib.config.presets import completed
 from honed.recalib.config.speculators import flat, nested
 from honed.recalib.drafter.dflash import DFlashDrafter
@@ -36,6 +36,8 @@ OWN_SHARED_NAMES = ("embed_tokens.weight", "lm_head.weight")
 """Tensors that a drafter may bring instead of sharing the target's. They are used but never trained."""
 WORDS_NAME = "d2t"
 """Offsets of the drafter's words: word i is the target's token i + d2t[i]."""
+EXPERTS = "mtp.layers.0.mlp.experts"
+"""Beginning of the names of an MTP head's experts, in the target's files."""
 MASK_EMBEDDING_NAME = "mask_embedding.pt"
 KINDS: dict[str, type[Drafter]] = {
     "dflash": DFlashDrafter,
@@ -75,12 +77,15 @@ class TargetHead:
     num_hidden_layers: int
     is_capped: bool = False
     """Whether the target's logits are soft-capped: its distribution isn't the head's."""
+    experts: tuple[Tensor, Tensor] | None = None  # [E, 2 * I, H], [E, H, I]
+    """Of its MTP head, as they are stored, if they were asked for: gate and up in one, and down."""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TargetHead:
         """Move embedding and head to the device where drafters train; a tied pair stays one tensor."""
         embed_tokens = self.embed_tokens.to(device, dtype)
         lm_head = embed_tokens if self.lm_head is self.embed_tokens else self.lm_head.to(device, dtype)
-        return replace(self, embed_tokens=embed_tokens, lm_head=lm_head)
+        experts = (self.experts[0].to(device, dtype), self.experts[1].to(device, dtype)) if self.experts else None
+        return replace(self, embed_tokens=embed_tokens, lm_head=lm_head, experts=experts)
 
     def is_last_of(self, target_layer_ids: Sequence[int]) -> bool:
         """Whether these layers tell the target's distribution: the last is among them, and its logits aren't capped."""
@@ -174,8 +179,12 @@ def target_head_names(target_dir: Path | str) -> HeadNames:
         raise CheckpointError(f"{folder}: {error}: it is incomplete or of another model family") from error
 
 
-def load_target_head(target_dir: Path | str) -> TargetHead:
-    """Load the target's embedding, head and final norm; a tied head is the embedding."""
+def load_target_head(target_dir: Path | str, config: DrafterConfig | None = None) -> TargetHead:
+    """Load the target's embedding, head and final norm, and an MTP head's experts; a tied head is the embedding.
+
+    Args:
+        config: the drafter's, which says whether it has experts.
+    """
     folder = Path(target_dir)
     names, raw = target_head_names(folder), read_config(folder)
     text = text_config(raw)
@@ -187,7 +196,23 @@ def load_target_head(target_dir: Path | str) -> TargetHead:
         rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
         num_hidden_layers=int(text["num_hidden_layers"]),
         is_capped=bool(text.get("final_logit_softcapping")),
+        experts=_load_experts(folder, config.mtp.experts) if config and config.mtp and config.mtp.experts else None,
     )
+
+
+def _load_experts(folder: Path, experts: Experts) -> tuple[Tensor, Tensor]:  # [E, 2 * I, H], [E, H, I]
+    """Read an MTP head's experts, stored one by one or in two tensors."""
+    files = tensor_files(folder)
+    if f"{EXPERTS}.gate_up_proj" in files:
+        stored = dict(_read_stored(folder, [f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"]))
+        return stored[f"{EXPERTS}.gate_up_proj"], stored[f"{EXPERTS}.down_proj"]
+    gate_up, down = [], []
+    for number in range(experts.count):
+        names = [f"{EXPERTS}.{number}.{part}_proj.weight" for part in ("gate", "up", "down")]
+        stored = dict(_read_stored(folder, names))
+        gate_up.append(torch.cat((stored[names[0]], stored[names[1]])))
+        down.append(stored[names[2]])
+    return torch.stack(gate_up), torch.stack(down)
 
 
 def read_drafter_config(drafter_dir: Path | str, num_draft_tokens: int = 0) -> DrafterConfig:
@@ -231,7 +256,7 @@ def load_drafter(
             f"{folder / MASK_EMBEDDING_NAME}: a mask embedding of its own is pickled, and nothing is unpickled here; "
             "serve this drafter without recalibration"
         )
-    head = head or load_target_head(target_dir)
+    head = head or load_target_head(target_dir, config)
     check_pair(config, head, folder, Path(target_dir))
     stored = stored_names(folder)
     shared = {own: read_tensors(folder, [own])[own] for own in OWN_SHARED_NAMES if own in stored.values()}
@@ -257,6 +282,9 @@ def load_drafter(
                 f"{folder}: {name} is {found_shape}, config.json asks for {wanted}; take both from one version"
             )
     drafter.load_state_dict(tensors)
+    if head.experts is not None:
+        assert isinstance(drafter, MtpDrafter)
+        drafter.take_experts(*head.experts)
     return drafter
 
 

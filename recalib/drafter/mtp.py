@@ -1,7 +1,8 @@
 """Qwen3.5's MTP head in plain PyTorch: the same function as vLLM's, and trainable. `UnrolledDrafter` says how it drafts.
 
 The hidden state that it reads is the target's last one, after its final norm: rows need no fusing. `fc` joins it with the
-embedding, and an ordinary layer of the target's kind follows. What the next row is fed is the output after the last norm.
+embedding, and an ordinary layer of the target's kind follows. What the next row is fed is the output after the last norm. Where
+the target has experts, the layer has its own. They and their router stay as they are; the shared expert is trained.
 
 A row in vLLM's cache depends on `fc`, both of its norms, `input_layernorm`, `k_proj`, `k_norm` and `v_proj` (`makes_context`).
 
@@ -11,13 +12,14 @@ Source: vLLM 0.32 `models/qwen3_5_mtp.py`, `models/qwen3_next.py` (`Qwen3NextAtt
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from honed.recalib.config.drafter import DrafterConfig
+from honed.recalib.config.drafter import DrafterConfig, Experts, Mtp
 from honed.recalib.drafter.layers import MLP, OnePlusNorm, rotate
 from honed.recalib.drafter.unrolled import UnrolledDrafter
 
-# Letters: N blocks, T context rows, H width, G key/value heads, R query heads, D head width.
+# Letters: N blocks, T context rows, H width, G key/value heads, R query heads, D head width, E experts, I an expert's width.
 
 
 class Attention(nn.Module):
@@ -44,19 +46,59 @@ class Attention(nn.Module):
         return queries, gate.flatten(-2)
 
 
+class SparseMLP(nn.Module):
+    """Routed experts beside a shared one with a gate.
+
+    Source: vLLM 0.32 `models/qwen3_next.py` (`Qwen3NextSparseMoeBlock`).
+    """
+
+    gate_up: Tensor
+    down: Tensor
+
+    def __init__(self, config: DrafterConfig, experts: Experts) -> None:
+        super().__init__()
+        self.top_k, self.renormalizes = experts.top_k, experts.renormalizes
+        self.gate = nn.Linear(config.hidden_size, experts.count, bias=False)
+        self.shared_expert = MLP(config)
+        self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+        self.take_experts(torch.empty(0), torch.empty(0))
+
+    def take_experts(self, gate_up: Tensor, down: Tensor) -> None:  # [E, 2 * I, H], [E, H, I]
+        """Use these experts: never trained, never saved."""
+        self.register_buffer("gate_up", gate_up, persistent=False)
+        self.register_buffer("down", down, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., H]
+        rows = x.reshape(-1, x.shape[-1])
+        shares, chosen = self.gate(rows).float().softmax(-1).topk(self.top_k)
+        if self.renormalizes:
+            shares = shares / shares.sum(-1, keepdim=True)
+        made = torch.sigmoid(self.shared_expert_gate(rows)) * self.shared_expert(rows)
+        for expert in chosen.unique().tolist():
+            row, slot = (chosen == expert).nonzero(as_tuple=True)
+            gate, up = F.linear(rows[row], self.gate_up[expert]).chunk(2, dim=-1)
+            out = F.linear(F.silu(gate) * up, self.down[expert])
+            made = made.index_add(0, row, (out * shares[row, slot, None]).to(made.dtype))
+        summed: Tensor = made.view(x.shape)
+        return summed
+
+
 class Layer(nn.Module):
     """A pre-norm layer of the target's kind."""
 
-    def __init__(self, config: DrafterConfig, has_gate: bool) -> None:
+    def __init__(self, config: DrafterConfig, mtp: Mtp) -> None:
         super().__init__()
-        self.self_attn = Attention(config, has_gate)
-        self.mlp = MLP(config)
+        self.self_attn = Attention(config, mtp.has_gate)
+        self.mlp = MLP(config) if mtp.experts is None else SparseMLP(config, mtp.experts)
         self.input_layernorm = OnePlusNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = OnePlusNorm(config.hidden_size, config.rms_norm_eps)
 
 
 class MtpDrafter(UnrolledDrafter):
     """An MTP head of one layer."""
+
+    UNTRAINED = ("layers.0.mlp.gate.weight",)
+    """The experts' router."""
 
     def __init__(
         self,
@@ -72,7 +114,7 @@ class MtpDrafter(UnrolledDrafter):
         self.pre_fc_norm_embedding = OnePlusNorm(width, eps)
         self.pre_fc_norm_hidden = OnePlusNorm(width, eps)
         self.fc = nn.Linear(2 * width, width, bias=False)
-        self.layers = nn.ModuleList([Layer(config, config.mtp.has_gate)])
+        self.layers = nn.ModuleList([Layer(config, config.mtp)])
         self.norm = OnePlusNorm(width, eps)
 
     @property
@@ -80,6 +122,11 @@ class MtpDrafter(UnrolledDrafter):
         layer = self.layers[0]
         assert isinstance(layer, Layer)
         return layer
+
+    def take_experts(self, gate_up: Tensor, down: Tensor) -> None:  # [E, 2 * I, H], [E, H, I]
+        """Use the target's experts."""
+        assert isinstance(self._layer.mlp, SparseMLP)
+        self._layer.mlp.take_experts(gate_up, down)
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:
         """The target's last hidden state is what the head reads."""

@@ -1,6 +1,7 @@
 """Takes an MTP head out of its target's checkpoint: a version holds the head's tensors alone, and the target's config.json.
 
-vLLM loads such a folder as a draft model of method "mtp". Nothing is converted: names, types and bytes stay.
+vLLM loads such a folder as a draft model of method "mtp". Nothing is converted: names, types and bytes stay. Experts stay in
+the target's files: they are never trained, and are most of the head. vLLM loads no folder without them.
 
 Imports neither torch nor numpy: the daemon uses it.
 """
@@ -12,6 +13,7 @@ import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
+from honed.adapt.models.drafter_tensor_names import IGNORED
 from honed.recalib.registry.access import User, check_readable
 from honed.recalib.registry.durable import open_regular, read_document
 from honed.recalib.registry.manifest import CONFIG, INDEX, WEIGHTS
@@ -33,7 +35,7 @@ def extract_head(target: Path, folder: Path, user: User | None = None) -> None:
     """
     found: list[tuple[Path, TensorEntry]] = []
     for path in _files_of(target):
-        found += [(path, entry) for entry in read_tensor_entries(path) if entry.name.startswith(PREFIX)]
+        found += [(path, entry) for entry in read_tensor_entries(path) if _is_swapped(entry.name)]
     if not found:
         raise ValueError(f"{target} has no tensors of an MTP head (named {PREFIX}…)")
     found.sort(key=lambda one: one[1].name)
@@ -62,6 +64,10 @@ def extract_head(target: Path, folder: Path, user: User | None = None) -> None:
                 left -= len(part)
         with (folder / CONFIG).open("wb") as config:
             shutil.copyfileobj(files[target / CONFIG], config, 1 << 20)
+
+
+def _is_swapped(name: str) -> bool:
+    return name.startswith(PREFIX) and not any(part in name for part in IGNORED)
 
 
 def _files_of(target: Path) -> list[Path]:

@@ -105,8 +105,8 @@ class TrainingRun:
         hold_to(self._device, available)
 
     def load_head(self) -> None:
-        """Load the target's embedding and head, one tensor each for all drafters."""
-        self._head = load_target_head(self._request.target_path).to(self._device, self._shared_dtype)
+        """Load the target's embedding and head, and an MTP head's experts, one tensor each for all drafters."""
+        self._head = load_target_head(self._request.target_path, self._config).to(self._device, self._shared_dtype)
 
     def load_drafter(self) -> Drafter:
         """Load the parent, with the loaded head: once to train it, once to compare with it."""

@@ -155,7 +155,8 @@ def perturbed(drafter_dir: Path, target: Path, folder: Path) -> Path:
 
 def run(folder: Path) -> dict[str, Any]:
     target, drafter_dir = make(_asked.pair, folder)
-    speculative = {"method": PAIR.method, "model": str(drafter_dir), "num_speculative_tokens": K}
+    speculative: dict[str, Any] = {"method": PAIR.method, "num_speculative_tokens": K}
+    speculative |= {} if PAIR.has_mtp else {"model": str(drafter_dir)}
     options = {"dtype": PAIR.dtype, "max_num_seqs": 4, "speculative_config": speculative, **PAIR.options}
     is_exact = PAIR.dtype == "float32"
     with engine(None, target, drafter_dir, **(options | ({"speculative_config": None} if is_exact else {}))) as plain:

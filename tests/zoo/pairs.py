@@ -102,6 +102,7 @@ PAIRS: dict[str, Pair] = {
     "eagle3, features normed": Pair(eagle3={"fc_norm": True, "norm_before_fc": True, "norm_output": True}),
     "mtp": Pair(has_mtp=True),
     "mtp, gated": Pair("full attention", has_mtp=True),
+    "mtp, experts": Pair("experts", has_mtp=True),
     "mtp, hybrid": Pair("qwen3.5", has_mtp=True, dtype="bfloat16", options=_TEXT),
     "eagle3, qwen3": Pair(eagle3={"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}),
 }
@@ -116,7 +117,7 @@ def make(name: str, folder: Path) -> tuple[Path, Path]:
             make_target(pair.target, target, getattr(torch, pair.dtype))
             add_mtp_head(target)
         else:
-            make_mtp_target(target, is_tiny=not pair.target)
+            make_mtp_target(target, is_tiny=not pair.target, has_experts=pair.target == "experts")
         drafter.mkdir()
         extract_head(target, drafter)
         return target, drafter

@@ -70,6 +70,10 @@ def test_what_is_not_published_yet(drafter: dict[str, Any], target: dict[str, An
         ),
         ({"method": "mtp", "drafter": {"model_type": "qwen3_5_mtp", "num_hidden_layers": 4}}, []),
         (
+            {"method": "mtp", "target": {}, "target_tensors": (*PLAIN, "mtp.fc.weight", "mtp.fc.weight_scale_inv")},
+            ["the MTP head is quantised (mtp.fc.weight_scale_inv)"],
+        ),
+        (
             {"method": "mtp", "drafter": {"model_type": "glm4_moe_mtp"}},
             ["of MTP heads only those of Qwen3.5's kind can be trained, not 'glm4_moe_mtp'"],
         ),

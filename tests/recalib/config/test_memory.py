@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from honed.recalib.config.drafter import Convolution, Eagle3, Markov, Mtp, Selector
+from honed.recalib.config.drafter import Convolution, Eagle3, Experts, Markov, Mtp, Selector
 from honed.recalib.config.memory import MemoryBudgetError, check_fits, count_parameters, estimate, estimate_and_cures
 from honed.recalib.drafter.checkpoint import KINDS
 from honed.recalib.drafter.dflash import DrafterConfig
 from honed.recalib.drafter.drafter import Drafter
+from honed.recalib.drafter.mtp import MtpDrafter
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
 
@@ -43,6 +44,7 @@ EAGLE3 = replace(
     ),
 )
 MTP = replace(CONFIG, num_hidden_layers=1, block_size=4, target_layer_ids=(), mtp=Mtp(has_gate=True))
+WITH_EXPERTS = replace(MTP, mtp=Mtp(has_gate=True, experts=Experts(count=8, top_k=2, intermediate_size=64, renormalizes=True)))
 DFLASH2 = replace(CONFIG, convolution=Convolution(2, 16), selector=Selector(8, 4))
 DSPARK = replace(CONFIG, markov=Markov(rank=8, drafts_from_anchor=True))
 SETTINGS = TrainingSettings(anchors_per_micro_step=32, micro_steps_per_update=1)
@@ -52,7 +54,12 @@ ROWS = 600
 def make_drafter(config: DrafterConfig) -> Drafter:
     torch.manual_seed(0)
     embed = torch.randn(config.vocab_size, config.hidden_size)
-    return KINDS[config.method](config, embed, embed)
+    drafter = KINDS[config.method](config, embed, embed)
+    if config.mtp and config.mtp.experts:
+        count, width = config.mtp.experts.count, config.mtp.experts.intermediate_size
+        assert isinstance(drafter, MtpDrafter)
+        drafter.take_experts(torch.randn(count, 2 * width, config.hidden_size), torch.randn(count, config.hidden_size, width))
+    return drafter
 
 
 def measured_bytes(
@@ -64,6 +71,8 @@ def measured_bytes(
     """
     drafter, parent = make_drafter(config), make_drafter(config)
     parent.embed_tokens = parent.lm_head = drafter.lm_head = drafter.embed_tokens
+    if config == WITH_EXPERTS:
+        parent.take_experts(*(buffer for name, buffer in drafter.named_buffers() if ".mlp." in name))
     width = config.hidden_size if is_fused else config.feature_size
     generator = torch.Generator().manual_seed(0)
     sample = TrainingSample(
@@ -78,7 +87,7 @@ def measured_bytes(
     trainer = MicroTrainer(drafter, settings, parent)
     trainer.step([sample], kept=[is_kept])
     gc.collect()
-    kept = {p.data_ptr(): p.nbytes for d in (drafter, parent) for p in (*d.parameters(), d.embed_tokens)}
+    kept = {p.data_ptr(): p.nbytes for d in (drafter, parent) for p in (*d.parameters(), *d.buffers())}
     kept |= {t.data_ptr(): t.nbytes for t in trainer.state().values()}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         trainer.step([sample], kept=[is_kept])
@@ -120,7 +129,7 @@ def test_the_estimate_is_not_too_low_and_not_idle_talk(change: dict[str, object]
     [{}, {"gradient_checkpointing": True}, {"scope": "full"}, {"anchors_per_micro_step": 8}, {"loss": "acceptance"}],
     ids=str,
 )
-@pytest.mark.parametrize("config", [EAGLE3, MTP], ids=["eagle3", "mtp"])
+@pytest.mark.parametrize("config", [EAGLE3, MTP, WITH_EXPERTS], ids=["eagle3", "mtp", "mtp, experts"])
 def test_the_estimate_of_a_drafter_that_drafts_one_by_one(
     config: DrafterConfig, change: dict[str, object], is_kept: bool, most: float
 ) -> None:
@@ -155,6 +164,7 @@ def test_parameters_are_counted_exactly() -> None:
     kinds = (
         *(CONFIG, replace(CONFIG, attention_bias=True), DFLASH2, DSPARK),
         *(replace(EAGLE3, eagle3=one) for one in (eagle3, whole)),
+        WITH_EXPERTS,
         *(replace(MTP, attention_bias=has, mtp=Mtp(has_gate=has)) for has in (False, True)),
         *(replace(EAGLE3, attention_bias=True, eagle3=replace(eagle3, has_head_norms=has)) for has in (False, True)),
     )

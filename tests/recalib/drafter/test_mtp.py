@@ -35,6 +35,13 @@ TEXT = {
     "mtp_num_hidden_layers": 1,
     "tie_word_embeddings": False,
 }
+EXPERTS = {
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 12,
+}
 ROWS, ANCHORS = 30, [1, 2, 9, 25]
 
 
@@ -44,6 +51,8 @@ def make_drafter(**changes: Any) -> MtpDrafter:
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
+    if "num_experts" in changes:
+        drafter.take_experts(0.5 * torch.randn(4, 16, 16), 0.5 * torch.randn(4, 16, 8))
     return drafter
 
 
@@ -190,10 +199,57 @@ def test_a_target_without_a_head_is_refused_by_name(tmp_path: Path) -> None:
     ("changes", "why"),
     [
         ({"mtp_num_hidden_layers": 2}, "an MTP head of 2 layers"),
-        ({"model_type": "qwen3_5_moe_text", "num_experts": 8}, "an MTP head with experts"),
+        ({"model_type": "qwen3_5_moe_text", "num_experts": 8}, "an MTP head with experts and no shared one"),
         ({"layer_scale": True}, "layer_scale"),
     ],
 )
 def test_what_it_lacks_is_refused_by_name(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         DrafterConfig.from_json(TEXT | changes)
+
+
+@torch.no_grad()
+def test_experts_are_transformers() -> None:
+    theirs = pytest.importorskip("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe", reason="Transformers is not installed")
+    from transformers import Qwen3_5MoeTextConfig
+
+    mlp = make_drafter(**EXPERTS)._layer.mlp
+    names = ("hidden_size", "hidden_act", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    given = TEXT | EXPERTS | {"hidden_act": "silu"}
+    config = Qwen3_5MoeTextConfig(**{name: given[name] for name in (*names, "shared_expert_intermediate_size")})
+    block = theirs.Qwen3_5MoeSparseMoeBlock(config)
+    block.load_state_dict(mlp.state_dict() | {"experts.gate_up_proj": mlp.gate_up, "experts.down_proj": mlp.down})
+    x = torch.randn(40, 16)
+    torch.testing.assert_close(mlp(x), block(x[None])[0])
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["one by one", "in two tensors"])
+def test_experts_stay_in_the_target_s_files(tmp_path: Path, is_fused: bool) -> None:
+    """A version holds none of them; training leaves them and their router alone."""
+    drafter = make_drafter(**EXPERTS)
+    mlp = drafter._layer.mlp
+    if is_fused:
+        experts = {"gate_up_proj": mlp.gate_up, "down_proj": mlp.down}
+    else:
+        experts = {f"{i}.down_proj.weight": mlp.down[i] for i in range(4)}
+        for i in range(4):
+            gate, up = mlp.gate_up[i].chunk(2)
+            experts |= {f"{i}.gate_proj.weight": gate, f"{i}.up_proj.weight": up}
+    target = write_target(tmp_path / "target", drafter, is_sharded=False)
+    tensors = load_file(target / "model.safetensors")
+    tensors |= {f"mtp.layers.0.mlp.experts.{name}": tensor.contiguous() for name, tensor in experts.items()}
+    save_file(tensors, target / "model.safetensors")
+    (target / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": TEXT | EXPERTS}))
+    registry = Registry(tmp_path / "registry")
+    version = registry.import_head(target, target_path=str(target))
+    assert (version.method, version.num_tensors) == ("mtp", len(list(drafter.named_parameters())))
+    read = load_drafter(registry.path(version.version), target, num_draft_tokens=4)
+    assert isinstance(read, MtpDrafter)
+    x = torch.randn(7, 16)
+    torch.testing.assert_close(read._layer.mlp(x), mlp(x))
+    before = {name: parameter.detach().clone() for name, parameter in read.named_parameters()}
+    MicroTrainer(read, TrainingSettings(anchors_per_micro_step=8, micro_steps_per_update=1)).step([make_sample()])
+    moved = {name for name, parameter in read.named_parameters() if not torch.equal(parameter, before[name])}
+    assert {"layers.0.mlp.shared_expert.up_proj.weight", "layers.0.mlp.shared_expert_gate.weight"} <= moved
+    assert "layers.0.mlp.gate.weight" not in moved
+    torch.testing.assert_close(read._layer.mlp.gate_up, mlp.gate_up, rtol=0, atol=0)

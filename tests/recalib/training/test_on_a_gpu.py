@@ -50,6 +50,13 @@ EAGLE3 = SHAPE | {
 }
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40, "use_sliding_window": True}
 CONVOLUTION = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 3, "selector_top_k": 5}
+EXPERTS = {
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 KINDS: dict[str, tuple[type[Drafter], dict[str, Any]]] = {
     "dflash": (DFlashDrafter, DFLASH),
     "dflash, causal": (DFlashDrafter, DFLASH | {"dflash_config": DFLASH["dflash_config"] | {"causal": True}}),
@@ -73,6 +80,7 @@ KINDS: dict[str, tuple[type[Drafter], dict[str, Any]]] = {
         },
     ),
 }
+KINDS["mtp, experts"] = (MtpDrafter, KINDS["mtp"][1] | EXPERTS)
 SETTINGS = TrainingSettings(
     precision="float32", learning_rate=3e-3, warmup_updates=1, micro_steps_per_update=2, anchors_per_micro_step=24
 )
@@ -88,6 +96,8 @@ def make_drafter(kind: str) -> Drafter:
         words = torch.arange(WORDS)[-REDUCED:]
         lm_head = lm_head[words]
     drafter = made(config, embed_tokens, lm_head, words)
+    if isinstance(drafter, MtpDrafter) and config.mtp and config.mtp.experts:
+        drafter.take_experts(0.2 * torch.randn(4, 32, WIDTH), 0.2 * torch.randn(4, WIDTH, 16))
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -109,7 +119,7 @@ def make_sample(seed: int, num_tokens: int = 300, width: int = 2 * WIDTH) -> Tra
 
 
 def samples_of(kind: str) -> list[TrainingSample]:
-    width = WIDTH if kind == "mtp" else 2 * WIDTH
+    width = WIDTH if kind.startswith("mtp") else 2 * WIDTH
     return [make_sample(seed, num_tokens, width) for seed, num_tokens in enumerate((300, 77))]
 
 
