@@ -72,7 +72,10 @@ def as_transformers_reads(target: Path) -> Path:
 
 @torch.inference_mode()
 def error_of_capture(target: Path, layers: tuple[int, ...], samples: list[TrainingSample]) -> float:
-    """Largest distance of a request's captured features from Transformers' hidden states in float32, relative to their size."""
+    """Largest distance of a request's captured features from Transformers' hidden states in float32, relative to their size.
+
+    Where vLLM rounds, a request's distance is the median of its rows': single rows are routed to other experts then.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     has_images = "vision_config" in json.loads((target / "config.json").read_text())
@@ -86,7 +89,8 @@ def error_of_capture(target: Path, layers: tuple[int, ...], samples: list[Traini
         inner = inner or [hidden[-1][0]]  # as an MTP head reads it
         theirs = torch.cat(inner, dim=-1).float()
         ours = sample.features[:, : theirs.shape[1]].float()
-        worst = max(worst, float((ours - theirs).norm() / theirs.norm()))
+        by_row = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+        worst = max(worst, float(by_row.median() if PAIR.is_rounded else (ours - theirs).norm() / theirs.norm()))
     return worst
 
 
@@ -103,13 +107,13 @@ def trained(target: Path, drafter_dir: Path, samples: list[TrainingSample], fold
     return after / before, folder
 
 
-def stepped(running: TestEngine, before_step: Callable[[int], None]) -> list[list[int]]:
-    """The answers again; `before_step` is called with each step's number."""
+def stepped(running: TestEngine, before_step: Callable[[int], None], max_tokens: int = MAX_TOKENS) -> list[list[int]]:
+    """The answers again, or longer ones; `before_step` is called with each step's number."""
     from vllm import SamplingParams
 
     llm, done = running.llm.llm_engine, dict[str, list[int]]()
     for number, prompt in enumerate(PROMPTS):
-        llm.add_request(str(number), prompt, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True))
+        llm.add_request(str(number), prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
     for step in range(1000):
         before_step(step)
         done |= {out.request_id: list(out.outputs[0].token_ids) for out in llm.step() if out.finished}
@@ -135,9 +139,13 @@ def share_after_swap(running: TestEngine, before: Path, after: Path, target: Pat
 def share_after_idle_steps(running: TestEngine, drafter: Drafter, expected: list[list[int]]) -> float:
     """Share of equal drafts where some steps draft nothing: their rows have to be in the drafter's cache later."""
     seen, lengths = listen(running), (K, 0, 0, K, K)
-    found = stepped(running, lambda step: set_policy(running, static_k=lengths[step % len(lengths)], generation=100 + step))
+
+    def set_length(step: int) -> None:
+        set_policy(running, static_k=lengths[step % len(lengths)], generation=100 + step)
+
+    found = stepped(running, set_length, max_tokens=2 * MAX_TOKENS)
     set_policy(running, capture_share=1.0, generation=2000)
-    assert found == expected
+    assert [answer[:MAX_TOKENS] for answer in found] == expected
     return share_of_equal_drafts(drafter, dict(seen))
 
 
@@ -183,7 +191,7 @@ def run(folder: Path) -> dict[str, Any]:
         drafter = load_drafter(drafter_dir, target, num_draft_tokens=K)
         error = error_of_capture(as_transformers_reads(target), drafter.config.target_layer_ids, samples)
         result["capture_error"] = round(error, 6)
-        result["capture"] = result["capture_error"] <= TOLERANCE[PAIR.dtype]
+        result["capture"] = result["capture_error"] <= TOLERANCE["bfloat16" if PAIR.is_rounded else "float32"]
         result["equal_drafts"] = round(share_of_equal_drafts(drafter, dict(seen)), 4)
         result["drafts"] = result["equal_drafts"] >= LEAST_SHARE[PAIR.dtype]
 

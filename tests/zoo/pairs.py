@@ -44,8 +44,15 @@ class Pair:
     runner: str = "v1"
     dtype: str = "float32"
     """Hybrids run in bfloat16 only on a CPU. Speculation itself changes tokens there, so it is on without honed too."""
+    rounds_in_float32: bool = False
+    """Whether vLLM's CPU build is off by a per cent in float32, too."""
     options: dict[str, Any] = field(default_factory=dict)
     """Engine arguments."""
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether vLLM computes with fewer bits than float32's."""
+        return self.dtype != "float32" or self.rounds_in_float32
 
     @property
     def method(self) -> str:
@@ -78,7 +85,7 @@ PAIRS: dict[str, Pair] = {
     "llama": Pair("llama"),
     "qwen3-moe": Pair("qwen3-moe"),
     "gemma4": Pair("gemma4", runner="v2"),
-    "gpt-oss": Pair("gpt-oss", runner="v2"),
+    "gpt-oss": Pair("gpt-oss", runner="v2", rounds_in_float32=True),
     "qwen3-next": Pair("qwen3-next", dtype="bfloat16"),
     "qwen3.5": Pair("qwen3.5", dtype="bfloat16", options=_TEXT),
     "qwen3-vl": Pair("qwen3-vl", options=_TEXT),

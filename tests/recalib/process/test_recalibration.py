@@ -330,7 +330,8 @@ def test_on_a_cpu_a_micro_step_is_not_divided(site):
 
 
 def test_a_training_killed_amid_a_micro_step_goes_on_from_the_last_whole_one(site, monkeypatch):
-    monkeypatch.setattr(TrainingRun, "pace", lambda _: Pace(1e-9))  # a block at a time, as for a hurried GPU
+    monkeypatch.setattr(TrainingRun, "pace", lambda _: Pace(1e-9))
+    monkeypatch.setattr(Pace, "blocks", lambda *_: 1)  # as for a hurried GPU
     write_sessions(site.ring, "b", 40)
     site.reading_s, site.state_dir = 0.001, site.registry.root.parent / "training"
     settings = replace(SETTINGS, max_steps=30, save_state_s=0.01)
