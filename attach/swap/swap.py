@@ -226,7 +226,8 @@ class Swapper:
                 if name == "mask_embedding" and not inner.has_separate_mask_embedding:
                     continue
                 value = _dense_weight(module) if id(module) in packed and parameter_name == "weight" else parameter.data
-                value = value[: getattr(module, "org_vocab_size", None)]  # vLLM pads a table of words
+                if hasattr(module, "org_vocab_size"):
+                    value = value[: module.org_vocab_size]  # vLLM pads a table of words
                 yield from _split(name, parameter_name, value, module)
 
     @torch.inference_mode()

@@ -78,7 +78,7 @@ class TargetHead:
     is_capped: bool = False
     """Whether the target's logits are soft-capped: its distribution isn't the head's."""
     experts: tuple[Tensor, Tensor] | None = None  # [E, 2 * I, H], [E, H, I]
-    """Of its MTP head, as they are stored, if they were asked for: gate and up in one, and down."""
+    """Of its MTP head, if they were asked for: gate and up in one, and down."""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TargetHead:
         """Move embedding and head to the device where drafters train; a tied pair stays one tensor."""
@@ -204,12 +204,12 @@ def _load_experts(folder: Path, experts: Experts) -> tuple[Tensor, Tensor]:  # [
     """Read an MTP head's experts, stored one by one or in two tensors."""
     files = tensor_files(folder)
     if f"{EXPERTS}.gate_up_proj" in files:
-        stored = dict(_read_stored(folder, [f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"]))
+        stored = read_tensors(folder, [f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"])
         return stored[f"{EXPERTS}.gate_up_proj"], stored[f"{EXPERTS}.down_proj"]
     gate_up, down = [], []
     for number in range(experts.count):
         names = [f"{EXPERTS}.{number}.{part}_proj.weight" for part in ("gate", "up", "down")]
-        stored = dict(_read_stored(folder, names))
+        stored = read_tensors(folder, names)
         gate_up.append(torch.cat((stored[names[0]], stored[names[1]])))
         down.append(stored[names[2]])
     return torch.stack(gate_up), torch.stack(down)
