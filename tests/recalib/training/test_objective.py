@@ -95,6 +95,16 @@ DFLASH2: dict[str, Any] = {
 DSPARK: dict[str, Any] = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 3, "block_size": 3}
 
 
+def moved_by_a_step(drafter: DFlashDrafter, sample: TrainingSample, surprise: torch.Tensor) -> set[str]:  # [K]
+    """Do one update on the block of anchor 1, whose loss has to be the mean of these; return the parameters that it changed."""
+    decay = torch.exp(-torch.arange(3) / TrainingSettings().decay_tokens)
+    settings = TrainingSettings(loss="ce", anchors_per_micro_step=1, micro_steps_per_update=1)
+    before = {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
+    figures = MicroTrainer(drafter, settings).step([sample], [1])
+    assert figures.loss == pytest.approx(float((decay * surprise).sum() / decay.sum()), rel=1e-5)
+    return {name for name, parameter in drafter.named_parameters() if not torch.equal(parameter, before[name])}
+
+
 def test_a_selector_learns_pairs_and_keeps_its_codebooks(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
     """Cross-entropy of every token after the label before it, by hand; and what it moves."""
     drafter, sample = make_drafter(**DFLASH2), replace(make_sample(num_tokens=6), target_hidden=None)
@@ -102,12 +112,7 @@ def test_a_selector_learns_pairs_and_keeps_its_codebooks(make_drafter: MakeDraft
         hidden = drafter.draft_hidden(sample.features, sample.positions, sample.token_ids, torch.tensor([1]))
         rows, head = drafter.scored(hidden, sample.token_ids[None, 1:4])
         surprise = F.cross_entropy((rows @ head.T)[0], sample.token_ids[2:5], reduction="none")
-    decay = torch.exp(-torch.arange(3) / TrainingSettings().decay_tokens)
-    settings = TrainingSettings(loss="ce", anchors_per_micro_step=1, micro_steps_per_update=1)
-    before = {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
-    figures = MicroTrainer(drafter, settings).step([sample], [1])
-    assert figures.loss == pytest.approx(float((decay * surprise).sum() / decay.sum()), rel=1e-5)
-    moved = {name for name, parameter in drafter.named_parameters() if not torch.equal(parameter, before[name])}
+    moved = moved_by_a_step(drafter, sample, surprise)
     assert "candidate_selector.hidden_projection.weight" in moved
     assert "layers.0.attention_conv.base_kernel" in moved
     assert "layers.1.mlp_conv.kernel_projection.weight" in moved
@@ -122,12 +127,7 @@ def test_a_markov_head_learns_what_follows_and_keeps_its_words(make_drafter: Mak
         hidden = drafter.draft_hidden(sample.features, sample.positions, sample.token_ids, torch.tensor([1]))
         scores = hidden[0] @ drafter.lm_head.T + head.markov_w1.weight[sample.token_ids[1:4]] @ head.markov_w2.weight.T
         surprise = F.cross_entropy(scores, sample.token_ids[2:5], reduction="none")
-    decay = torch.exp(-torch.arange(3) / TrainingSettings().decay_tokens)
-    settings = TrainingSettings(loss="ce", anchors_per_micro_step=1, micro_steps_per_update=1)
-    before = {name: parameter.detach().clone() for name, parameter in drafter.named_parameters()}
-    figures = MicroTrainer(drafter, settings).step([sample], [1])
-    assert figures.loss == pytest.approx(float((decay * surprise).sum() / decay.sum()), rel=1e-5)
-    moved = {name for name, parameter in drafter.named_parameters() if not torch.equal(parameter, before[name])}
+    moved = moved_by_a_step(drafter, sample, surprise)
     assert "markov_head.markov_w1.weight" in moved
     assert "markov_head.markov_w2.weight" not in moved
     assert "layers.0.self_attn.k_proj.weight" not in moved, "cached keys depend on it"
