@@ -6,12 +6,12 @@ by a row more for each query. Blocks don't see each other. Queries are those of 
 Moves: q, out, own K/V once; context K/V once for each tile of 128 queries that sees them, from the L2 cache. Floor: the
 matmuls, 4·D·Q·B FLOPs for each (block, visible row) forward and 2.5 times that backward, at the matmul rate.
 Layout: contiguous, heads before width, as from the projections. On a GPU context and blocks become one K/V sequence, with the
-context padded to whole tiles.
+context padded to whole tiles, at least two. Small units get blind blocks until they fill two tiles, too.
 On a GPU: FlexAttention with a BlockMask made from the anchors. Every mask here is an interval and a diagonal. So arithmetic on
 [N] numbers tells which tiles are empty, full or partial, and no [N·B, T + N·B] mask is evaluated (`create_block_mask` would).
 Only the partial tiles are wasted: one on each interval's end and the diagonal's. A custom kernel could save those and little
 else, and attention is under a tenth of a layer's FLOPs (8B shape, 4k context). So FlexAttention is used, with its backward
-pass, maintained by PyTorch. Values and gradients equal the twin's on an H200; its time there was not measured.
+pass, maintained by PyTorch. Values and gradients equal the twin's on an H200. Its time there is in docs/gpu.md.
 On a CPU: PyTorch's masked attention (FlexAttention has no backward pass there) on parts of PART_QUERIES queries, each with the
 rows that its blocks see. Packed samples aren't computed against each other, little of the diagonal is wasted, and no part's
 scores are kept. It is one to four times as fast as the plain twin here, forward and backward.
@@ -65,6 +65,7 @@ class Visible:
         self.begins, self.ends, self.window, self.is_causal = begins, ends, window, is_causal
         self._parts: dict[tuple[int, int, torch.dtype], list[Part]] = {}
         self._block_masks: dict[tuple[int, int, int], BlockMask] = {}
+        self._padded: dict[int, Visible] = {}
 
     def parts(self, queries: int, tokens: int, dtype: torch.dtype) -> list[Part]:
         """Return parts of at most PART_QUERIES queries; reads the values, which on a GPU would wait for the device."""
@@ -81,6 +82,15 @@ class Visible:
         if key not in self._block_masks:
             self._block_masks[key] = block_mask(self, *key)
         return self._block_masks[key]
+
+    def padded(self, blocks: int) -> Visible:
+        """Return the same with blocks that see only themselves after it, so that there are `blocks`."""
+        if blocks <= len(self.ends):
+            return self
+        if blocks not in self._padded:
+            begins, ends = (F.pad(x, (0, blocks - len(x))) for x in (self.begins, self.ends))
+            self._padded[blocks] = Visible(begins, ends, window=self.window, is_causal=self.is_causal)
+        return self._padded[blocks]
 
     def begins_of(self, queries: torch.Tensor, blocks: torch.Tensor | slice = slice(None)) -> torch.Tensor:
         """First context row that each query sees; `queries` are their tokens' numbers, and broadcast against `blocks`."""
@@ -154,22 +164,33 @@ def by_flex(
     scale: float,
     attend: Callable[..., Any] = flex_attention,
 ) -> torch.Tensor:  # [N, B, Q, D]
-    """Run FlexAttention: compiled on a GPU; for tests uncompiled on any device (dense form, forward only on a CPU)."""
+    """Run FlexAttention: compiled on a GPU; for tests uncompiled on any device (dense form, forward only on a CPU).
+
+    Everything that differs between units has at least two tiles and a dynamic size, since PyTorch compiles apart what has a
+    size of one, and again what has a second size.
+    """
     n, b, num_heads, d = q.shape
     c = own_k.shape[1]
-    padding = context_k.new_zeros((-len(context_k) % TILE, *context_k.shape[1:]))
-    k = torch.cat((context_k, padding, own_k.flatten(0, 1)))  # [T' + N·C, G, D]
-    v = torch.cat((context_v, padding, own_v.flatten(0, 1)))
+    blocks = max(n, TILE // min(b, c) + 1)
+    visible = visible.padded(blocks)
+    rows = max(2 * TILE, len(context_k) + -len(context_k) % TILE)
+
+    def padded(x: torch.Tensor, size: int) -> torch.Tensor:
+        return F.pad(x, (0,) * (2 * x.dim() - 1) + (size - len(x),)) if size > len(x) else x
+
+    k, v = (
+        torch.cat((padded(context, rows), padded(own, blocks).flatten(0, 1)))  # [T' + N'·C, G, D]
+        for context, own in ((context_k, own_k), (context_v, own_v))
+    )
+    sides = [x[None].transpose(1, 2) for x in (padded(q, blocks).flatten(0, 1), k, v)]  # [1, heads, rows, D]
     out: torch.Tensor = attend(
-        q.reshape(1, n * b, num_heads, d).transpose(1, 2),
-        k[None].transpose(1, 2),
-        v[None].transpose(1, 2),
-        block_mask=visible.block_mask(b, c, len(context_k) + len(padding)),
+        *sides,
+        block_mask=visible.block_mask(b, c, rows),
         scale=scale,
         enable_gqa=num_heads != own_k.shape[2],
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # PyTorch would use its decoding kernel for under 128 queries
     )
-    return out.transpose(1, 2).reshape(q.shape)
+    return out.transpose(1, 2).reshape(blocks, b, num_heads, d)[:n]
 
 
 def block_mask(visible: Visible, queries: int, tokens: int, context_rows: int) -> BlockMask:
@@ -204,8 +225,10 @@ def block_mask(visible: Visible, queries: int, tokens: int, context_rows: int) -
     partial = torch.cat((is_touched & ~is_full, own), dim=1)
     full = torch.cat((is_full, torch.zeros_like(own)), dim=1)
 
+    offset = torch.full((), context_rows, device=ends.device)  # a number would be compiled into the kernel
+
     def is_visible(_b: torch.Tensor, _h: torch.Tensor, query: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        block, token, own = query // queries, query % queries + before, row - context_rows
+        block, token, own = query // queries, query % queries + before, row - offset
         in_context = (row >= begins[block]) & (row < ends[block])
         if window is not None:
             in_context = in_context & (row > ends[block] + token - window)  # `&=` has no GPU code

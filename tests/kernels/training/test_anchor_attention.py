@@ -239,7 +239,7 @@ def test_units_of_any_size_are_served_by_a_few_kernels() -> None:
                     with torch.set_grad_enabled(is_training):
                         by_flex(*tensors, Visible(begins, ends), 0.25, attend)
     torch._dynamo.reset()
-    assert seen == counter.frame_count < 16
+    assert seen == counter.frame_count <= 4
 
 
 @pytest.mark.parametrize("index", range(7))
