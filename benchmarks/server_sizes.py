@@ -45,7 +45,7 @@ from benchmarks.server.measured import commit, hardware, percentile
 K = 15
 PROMPT_TOKENS, TOKENS = 128, 96
 BATCHES, MOST_SEQS = (1, 16, 64), 64
-SWAPS = 8
+SWAPS = 4
 BURST_SIZE, BURST_TOKENS, REST_S = 8, 48, 0.7
 TRAIN_UPDATES, ROWS = 12, 256
 

@@ -57,7 +57,7 @@ class Plan:
     max_tokens: int = 80
     concurrency: int = 16
     max_steps: int = 1000
-    train_seconds: float = 45.0
+    train_seconds: float = 30.0
     burst_every_s: float = 1.0
     burst_tokens: int = 24
     operation_s: float = 160.0
