@@ -28,10 +28,19 @@ def describe(counts: AdaptiveCounts, curve: Floats, shift: Sequence[float] = ())
         "acceptance": [round(value, 4) for value in curve.tolist()],
         "survival": [round(value, 4) for value in survival(curve).tolist()],
         "acceptance_length": round(acceptance_length(curve), 4),
+        "acceptance_length_error": round(length_error(curve, counts.trials), 4),
         "rounds": counts.num_rounds,
         "trials": [round(value, 1) for value in counts.trials.tolist()],
         "context_shift": [list(row) for row in zip(bucket_starts(), shift, strict=False)],
     }
+
+
+def length_error(acceptance: Floats, trials: Floats) -> float:  # [K], [K]
+    """Standard error of the acceptance length, to first order: each position's share has a binomial's variance."""
+    survived = survival(acceptance)
+    after = np.cumsum(survived[::-1])[::-1]  # [K] expected accepted drafts from each position on
+    slopes = np.divide(after, acceptance, out=np.zeros_like(after), where=acceptance > 0.0)
+    return float(np.sqrt((slopes**2 * acceptance * (1.0 - acceptance) / np.maximum(trials, 1.0)).sum()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -468,6 +468,8 @@ class GateFigures(_Message, frozen=True):
     must_gain: bool = False
     p_value: float = 1.0
     """Probability of such a gain if both drafters were equal; 1 where no gain is asked for."""
+    is_judged: bool = True
+    """Whether there were held-out sessions enough to judge a loss. Without them it has passed unjudged."""
 
 
 GateTable: TypeAlias = Annotated[list[GateFigures], msgspec.Meta(max_length=256)]

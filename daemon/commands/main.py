@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -177,7 +178,8 @@ def workloads(
     """Show acceptance by workload and drafter version."""
     window_s = duration_s(window)
     with connect(context) as client:
-        emit(client.get("/v1/workloads", window_s=window_s), as_json, show.workloads)
+        rows = client.get("/v1/workloads", window_s=window_s)
+        emit(rows, as_json, partial(show.workloads, window=window if window_s else ""))
 
 
 @app.command()

@@ -59,21 +59,6 @@ def progress(view: View) -> str:
     return show.progress_line(view.get("detail") or {}) if view.get("kind") == "recalibrate" else ""
 
 
-def share_done(view: View) -> float | None:
-    """Share of the training that is done, 0 … 1, by steps or by time; None if unknown, and in stages of unknown length."""
-    detail = view.get("detail") or {}
-    if view.get("stage") == "done":
-        return 1.0
-    if view.get("stage") != "training":
-        return None
-    shares = [
-        detail[done] / detail[most]
-        for done, most in (("steps", "max_steps"), ("train_seconds", "max_seconds"))
-        if detail.get(most)
-    ]
-    return min(1.0, max(shares)) if shares else None
-
-
 def _last(views: Iterable[View]) -> View:
     last: View = {}
     for last in views:  # noqa: B007 - only the last one is used
@@ -108,7 +93,7 @@ def _bar(views: Iterable[View], console: Console) -> View:
     with Progress(*columns, console=console, transient=True, speed_estimate_period=SPEED_S) as shown:
         task: TaskID = shown.add_task("waiting", total=None, facts="")
         for view in views:
-            share = share_done(view)
+            share = show.share_done(view)
             shown.update(
                 task,
                 description=headline(view),

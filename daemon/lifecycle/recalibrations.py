@@ -151,6 +151,7 @@ class Recalibrations:
             workloads=workloads or [],
             parent=active,
             dry_run=dry_run,
+            max_seconds=seconds,
         )
         self._rollout.training, self._parent, self._engine_id = operation, active, engine.engine_id
         self._restarts = 0

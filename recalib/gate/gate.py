@@ -166,9 +166,10 @@ def _judge_gain(workload: str, pairs: NDArray[np.int64], settings: GateSettings,
 
 def _judge_loss(workload: str, pairs: NDArray[np.int64], settings: GateSettings) -> tuple[GateFigures, str]:
     low, high, parent, candidate = _interval(pairs, settings)
-    is_loss = len(pairs) >= settings.min_sessions and candidate / parent < 1.0 - settings.max_loss
+    is_judged = len(pairs) >= settings.min_sessions
+    is_loss = is_judged and candidate / parent < 1.0 - settings.max_loss
     reason = f"loss on workload {workload!r}: {_range(candidate / parent, low, high)}" if is_loss else ""
-    return _figures(workload, pairs, (low, high, parent, candidate), not reason, False), reason
+    return _figures(workload, pairs, (low, high, parent, candidate), not reason, False, is_judged=is_judged), reason
 
 
 def _range(gain: float, low: float, high: float) -> str:
@@ -182,6 +183,7 @@ def _figures(
     passed: bool,
     must_gain: bool,
     p_value: float = 1.0,
+    is_judged: bool = True,
 ) -> GateFigures:
     low, high, parent, candidate = found
     return GateFigures(
@@ -194,6 +196,7 @@ def _figures(
         passed=passed,
         must_gain=must_gain,
         p_value=p_value,
+        is_judged=is_judged,
     )
 
 

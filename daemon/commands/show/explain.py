@@ -59,12 +59,17 @@ def _survival(document: Document) -> RenderableType:
         table.add_row(
             cells.text(name),
             cells.count(w.get("rounds")),
-            cells.length(w.get("acceptance_length")),
+            _with_error(w.get("acceptance_length"), w.get("acceptance_length_error")),
             curve(values),
             cells.shares(values),
             cells.text(drift.get("state")),
         )
     return Group(table, *alarms)
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    """Show the value with its 95 % interval."""
+    return cells.length(value) + (f" ± {1.96 * error:.2f}" if error is not None else "")
 
 
 def _context_shift(document: Document) -> RenderableType | None:

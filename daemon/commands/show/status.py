@@ -86,8 +86,14 @@ def _presence(engine: Document) -> tuple[str, str]:
     return ("asleep", "yellow") if engine.get("asleep") else ("connected", "green")
 
 
-def workloads(rows: Sequence[Document], *, is_brief: bool = False) -> RenderableType:
-    """The drafter's acceptance on each workload; at each position, from the first on, the share accepted of those reached."""
+def workloads(rows: Sequence[Document], *, is_brief: bool = False, window: str = "") -> RenderableType:
+    """The drafter's acceptance on each workload; at each position, from the first on, the share accepted of those reached.
+
+    Args:
+        window: how far back the command looked, as it was given; "": all time, or not a command.
+    """
+    if window and not rows:
+        return Text(f"no rounds with drafts in the last {window}: `--window 0` shows all time", "dim")
     columns = ("engine", "workload", "drafter", "rounds", "acc. length", "tokens/round", "acc. rate")
     table = Rows.of(*columns, "by position, %", "drift")
     table.is_brief = is_brief
@@ -175,7 +181,7 @@ def swap_line(detail: Document) -> Text:
 
 def gate(rows: Iterable[Document]) -> RenderableType:
     """Expected acceptance length on held-out sessions, parent against candidate, one workload a line."""
-    table = Rows.of("gate", "sessions", "parent", "candidate", "gain", "95 % interval", "p", "must gain", "passed")
+    table = Rows.of("gate", "sessions", "parent", "candidate", "gain", "95 % interval", "p", "must gain", "verdict")
     for g in rows:
         parent, candidate = g.get("parent") or 0.0, g.get("candidate") or 0.0
         gain = f"{100 * (candidate / parent - 1):+.1f} %" if parent else cells.NOTHING
@@ -190,9 +196,15 @@ def gate(rows: Iterable[Document]) -> RenderableType:
             interval,
             cells.number(g.get("p_value"), 3) if g.get("must_gain") else "",
             "yes" if g.get("must_gain") else "",
-            Text("passed", "green") if g.get("passed") else Text("failed", "red"),
+            _gate_says(g),
         )
     return table
+
+
+def _gate_says(figures: Document) -> Text:
+    if not figures.get("passed"):
+        return Text("failed", "red")
+    return Text("passed", "green") if figures.get("is_judged", True) else Text("not judged: too few sessions", "yellow")
 
 
 def canary_line(trial: Document) -> str:
@@ -297,6 +309,8 @@ def _facts(document: Document) -> RenderableType:
     grid.add_row(Text("trainer", "dim"), trainer_line(document.get("trainer")))
     if running := document.get("operation"):
         text = f"{running.get('kind')} {running.get('operation_id')}: {running.get('stage')}"
+        if (share := share_done(running)) is not None:
+            text += f", {100 * share:.0f} % done"
         grid.add_row(Text("operation", "dim"), Text(text, "cyan"))
     if trial := document.get("canary"):
         grid.add_row(Text("canary", "dim"), Text(canary_line(trial), "cyan"))
@@ -341,7 +355,24 @@ def steps_line(trainer: Document) -> str:
     """Steps and loss of a training run."""
     steps, most = (trainer.get(k) or 0 for k in ("steps", "max_steps"))
     loss = f", loss {trainer['loss']:.3f}" if trainer.get("loss") else ""
-    return f"step {steps:,}{f'/{most:,}' if most else ''}{loss}"
+    spent, longest = trainer.get("train_seconds"), trainer.get("max_seconds")
+    seconds = f", {spent:.0f} of at most {longest:.0f} s" if longest and spent is not None else ""
+    return f"step {steps:,}{f'/{most:,}' if most else ''}{seconds}{loss}"
+
+
+def share_done(operation: Document) -> float | None:
+    """Share of the training that is done, 0 … 1, by steps or by time; None if unknown, and in stages of unknown length."""
+    detail = operation.get("detail") or {}
+    if operation.get("stage") == "done":
+        return 1.0
+    if operation.get("stage") != "training":
+        return None
+    shares = [
+        detail[done] / detail[most]
+        for done, most in (("steps", "max_steps"), ("train_seconds", "max_seconds"))
+        if detail.get(most) and detail.get(done) is not None
+    ]
+    return min(1.0, max(shares)) if shares else None
 
 
 def _took(document: Document) -> float | None:

@@ -6,11 +6,12 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from honed.adapt.acceptance.estimate import survival
-from honed.adapt.control.explanation import Plans
+from honed.adapt.acceptance.estimate import acceptance_length, survival
+from honed.adapt.control.explanation import Plans, length_error
 from honed.adapt.lengths.block_size import choose, latency_gains
 from honed.adapt.protocol.wire import Policy
 from honed.adapt.steps.step_time import StepTimeModel
@@ -62,3 +63,16 @@ def test_the_daemon_needs_nothing_that_makes_code_at_run_time():
         "assert not {'numba', 'llvmlite'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_error_of_an_acceptance_length_is_that_of_repeated_counts():
+    rng, acceptance, rounds = np.random.default_rng(1), np.array([0.8, 0.6, 0.5, 0.3]), 200
+    reached = rounds * np.concatenate(([1.0], survival(acceptance)[:-1]))
+    lengths = []
+    for _ in range(4000):
+        draws = rng.random((rounds, 4)) < acceptance
+        runs = draws.cumprod(axis=1)
+        tried = np.column_stack((np.ones(rounds), runs[:, :-1])).sum(axis=0)
+        lengths.append(acceptance_length(runs.sum(axis=0) / np.maximum(tried, 1)))
+    assert length_error(acceptance, reached) == pytest.approx(np.std(lengths), rel=0.05)
+    assert length_error(np.zeros(4), np.zeros(4)) == 0.0

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from honed.daemon.commands import watching
+from honed.daemon.commands.show import status as show
 
 
 def view(stage: str, **detail: Any) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def training(steps: int, **detail: Any) -> dict[str, Any]:
     ],
 )
 def test_the_bar_stands_for_the_training_alone(shown: dict[str, Any], share: float | None) -> None:
-    assert watching.share_done(shown) == share
+    assert show.share_done(shown) == share
 
 
 def test_a_terminal_shows_the_time_that_is_left() -> None:

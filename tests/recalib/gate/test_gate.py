@@ -71,7 +71,9 @@ def test_too_few_held_out_sessions_are_a_reason_to_refuse():
 def test_other_workload_with_too_few_sessions_is_not_judged():
     before = sessions("a", 40, 1.0) + sessions("b", 2, 1.0)
     after = sessions("a", 40, 1.4) + sessions("b", 2, 0.1)
-    assert judge(before, after, ["a"], SETTINGS).passed
+    verdict = judge(before, after, ["a"], SETTINGS)
+    assert verdict.passed
+    assert {figure.workload: figure.is_judged for figure in verdict.figures} == {"a": True, "b": False}
 
 
 @pytest.mark.fault("a gate that equal candidates pass by luck")

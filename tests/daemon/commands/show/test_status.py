@@ -93,6 +93,7 @@ def test_a_healthy_service_has_nothing_to_report() -> None:
             "error",
             "active drafter version can't be used: its sha256",
         ),
+        (changed(web_config_problem="web.yml isn't YAML"), "warning", "keeps the last web config that it could use: web.yml"),
         (changed(drafter_problems={"previous": "no version"}), "warning", "previous drafter version can't be used"),
         (engine(nonfinite_rows=1234), "warning", "1,234 captured rows held NaN or infinity"),
         (changed(trainer=HEALTHY["trainer"] | {"nonfinite_rows": 3}), "warning", "3 rows with NaN or infinity"),
@@ -184,8 +185,25 @@ def test_the_gate_says_gain_and_interval() -> None:
     text = text_of(show.gate([row | {"passed": True, "must_gain": True}, row | {"passed": False}]))
     assert "+50.0 %" in text
     assert "+40.0 … +60.0 %" in text
-    assert text.count("passed") == 2  # the column's head and one row
-    assert "failed" in text
+    assert text.count("passed") == text.count("failed") == 1
+
+
+def test_a_workload_with_too_few_sessions_is_not_said_to_have_passed() -> None:
+    row = {"workload": "b", "sessions": 4, "parent": 1.2, "candidate": 1.0, "gain_low": 0.7, "gain_high": 0.9}
+    text = text_of(show.gate([row | {"passed": True, "is_judged": False}]))
+    assert "not judged: too few sessions" in text
+    assert "passed" not in text
+
+
+def test_a_window_without_rounds_names_the_way_to_see_all() -> None:
+    assert "last 5m: `--window 0` shows all" in text_of(show.workloads([], window="5m"))
+
+
+def test_a_training_in_progress_says_how_far_it_is() -> None:
+    detail = {"steps": 10, "max_steps": 100, "train_seconds": 150.0, "max_seconds": 600.0}
+    running = {"kind": "recalibrate", "operation_id": "op-1", "stage": "training", "detail": detail}
+    assert "recalibrate op-1: training, 25 % done" in text_of(show.status(changed(operation=running)))
+    assert show.steps_line(detail) == "step 10/100, 150 of at most 600 s"
 
 
 def test_an_operation_shows_gate_and_pause() -> None:
