@@ -42,6 +42,7 @@ from honed.daemon.lifecycle.swaps import Swaps
 from honed.daemon.lifecycle.trial import Trial
 from honed.daemon.settings.filesystem import filesystem_of
 from honed.daemon.settings.settings import Settings
+from honed.daemon.settings.web_config import WebConfigFile
 from honed.daemon.store.batch_tables import StoredBatch
 from honed.daemon.store.journal import Journal
 from honed.daemon.store.operations import Operations
@@ -115,6 +116,8 @@ class Service:
         self.version = installed_version("honed")
         self.runtime_filesystem = filesystem_of(settings.paths.runtime_dir)
         self._stop = threading.Event()
+        self.web_config: WebConfigFile | None = None
+        """`http.metrics_web_config`, once it is read."""
         self.is_ending = threading.Event()
         """Set before the HTTP listeners stop: endless answers end."""
         self._next_tick_s = 0.0

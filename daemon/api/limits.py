@@ -83,7 +83,7 @@ class Limits:
         host = hosts[0].decode("latin-1") if len(hosts) == 1 else ""
         name = _host_name(host)
         if self._hosts and name.lower() not in self._hosts:
-            return 421, "Unknown host", f"this listener is not {name!r}"
+            return 421, "Unknown host", f"this listener answers to {' and '.join(sorted(self._hosts))} alone, not to {name!r}"
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 20 or int(length) > self._max_body_bytes:
             return 413, "Body too large", f"at most {self._max_body_bytes} bytes"

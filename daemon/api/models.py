@@ -172,6 +172,8 @@ class StatusView(BaseModel):
     drafters: dict[str, str | None]
     drafter_problems: dict[str, str]
     """Aliases whose version is removed or damaged, and why; "floor" too."""
+    web_config_problem: str
+    """Why the last change of `http.metrics_web_config` isn't in use; empty: it is."""
     shared_registry: dict[str, int | float | str] | None
     """Traffic with `registry.url` since the daemon's start, and its latest error; null without sharing."""
     acceptance: dict[str, Acceptance]

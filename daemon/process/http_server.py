@@ -124,6 +124,7 @@ class HttpServer:
         app = make_read_only_app(self._service, file, is_remote=is_remote)
         config = configured(app, loop="asyncio" if is_remote else "auto")
         if file is not None:
+            self._service.web_config = file
             config.load()
             config.ssl = file.first_context()
         self._sockets.append(("metrics", listener, config))

@@ -101,21 +101,26 @@ class WebConfigFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._failed: Stamp | None = None
+        self.fault = ""
+        """Why the last change isn't in use."""
         self.config, self.context = _load(path)
         self._stamp = self._stamp_now()
 
     def refresh(self) -> None:
         """Read the files again if one of them has changed; while they can't be used, the last ones hold."""
         stamp = self._stamp_now()
-        if stamp in (self._stamp, self._failed):
+        if stamp == self._failed:
+            return
+        if stamp == self._stamp:
+            self.fault = ""  # the change was taken back
             return
         try:
             self.config, self.context = _load(self._path)
         except StartError as error:
-            self._failed = stamp
+            self._failed, self.fault = stamp, str(error)
             log.warning("the changed web config can't be used, so the last one holds", error=str(error))
         else:
-            self._stamp = self._stamp_now()
+            self._stamp, self.fault = self._stamp_now(), ""
 
     def first_context(self) -> ssl.SSLContext | None:
         """The TLS context to begin connections with; each goes on with the newest. None: no TLS."""

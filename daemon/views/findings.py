@@ -52,6 +52,8 @@ def findings(status: dict[str, Any]) -> list[Finding]:
 def _of_daemon(status: dict[str, Any]) -> Iterator[Finding]:
     for problem in status.get("problems") or []:
         yield Finding("error", f"the daemon: {problem}")
+    if problem := status.get("web_config_problem"):
+        yield Finding("warning", f"the metrics' listener keeps the last web config that it could use: {problem}")
     runtime = status.get("runtime") or {}
     if (filesystem := runtime.get("filesystem")) and filesystem not in IN_MEMORY and _may_capture(status):
         place = f"the runtime directory {runtime.get('dir')} is on {filesystem}, not on a tmpfs"

@@ -60,6 +60,7 @@ def status(service: Service) -> dict[str, Any]:
             "training_paused": service.trainer.is_paused,
             "drafters": {n: v for n, v in service.drafters.aliases().items() if n != "floor"},
             "drafter_problems": faults,
+            "web_config_problem": service.web_config.fault if service.web_config is not None else "",
             "shared_registry": service.sharing.view(),
             "acceptance": {"last_minute": acceptance(last_minute), "total": acceptance(total)},
             "events": {

@@ -27,6 +27,7 @@ from honed.daemon.service import Service
 from honed.daemon.settings import listen
 from honed.daemon.settings.settings import load
 from honed.daemon.settings.web_config import WebConfigFile
+from honed.daemon.views import views
 from tests.daemon.conftest import flags_in, wait_for
 from tests.tools import needs
 
@@ -127,7 +128,9 @@ def test_other_hosts_read_with_tls_and_a_password(serve: Serve, tmp_path: Path, 
 
 
 @needs("openssl")
-def test_new_passwords_and_certificates_hold_from_their_writing_on(serve: Serve, tmp_path: Path, tls: dict[str, Any]) -> None:
+def test_new_passwords_and_certificates_hold_from_their_writing_on(
+    serve: Serve, tmp_path: Path, tls: dict[str, Any], service: Service
+) -> None:
     file = write(tmp_path, tls_server_config=tls, basic_auth_users={"a": hashed("one")})
     port = serve(metrics_web_config=file)
     assert ask(port, trusting(tmp_path), "a:one")[0].status == 200
@@ -142,6 +145,10 @@ def test_new_passwords_and_certificates_hold_from_their_writing_on(serve: Serve,
         ask(port, before, "a:two")
     file.write_text("tls_server_config: [")
     assert ask(port, trusting(tmp_path), "a:two")[0].status == 200, "what can't be read changes nothing"
+    assert "isn't YAML" in views.status(service)["web_config_problem"]
+    write(tmp_path, tls_server_config=tls, basic_auth_users={"a": hashed("three")})
+    assert ask(port, trusting(tmp_path), "a:three")[0].status == 200
+    assert not views.status(service)["web_config_problem"]
 
 
 @needs("openssl")
