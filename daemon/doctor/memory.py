@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from honed.daemon.doctor.check import Check
+from honed.daemon.doctor.check import Check, Level
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.config.memory import MemoryEstimate, estimate_and_cures, in_words, usable_bytes, value_bytes
 from honed.recalib.config.trainer import TrainerSettings
@@ -55,6 +55,11 @@ class Need:
     def total_bytes(self) -> int:
         """Total."""
         return self.estimate.total_bytes
+
+    @property
+    def level(self) -> Level:
+        """Level of a check that finds too little memory: of a guess it says nothing sure."""
+        return "unknown" if self.guess else "error"
 
     def __str__(self) -> str:
         guessed = f" (a guess, as for the drafter of an 8B target: {self.guess})" if self.guess else ""
@@ -110,7 +115,7 @@ def check_gpu(listing: str | None, device: str, needed: Need) -> Iterator[Check]
         share = (needed.total_bytes - usable) / usable_bytes(total)
         cure = f"Lower vLLM's --gpu-memory-utilization by {share + 0.005:.2f} and restart it; or "
         cure += f"{needed.cure(usable) or 'set trainer.device to cpu'}."
-        yield Check("GPU memory", "warning" if needed.guess else "error", f"{text}, and is refused", cure)
+        yield Check("GPU memory", needed.level, f"{text}, and is refused", cure)
     elif _is_limited(needed):
         yield from _check_limit("GPU memory", needed)
     else:
@@ -128,15 +133,15 @@ def check_host(meminfo: str, needed: Need | None, sample_bytes: int) -> Iterator
         return
     available = int(match[1]) << 10
     text = f"{in_words(available)} are available; samples take up to {in_words(sample_bytes)}"
-    usable = available - sample_bytes
+    usable = left = available - sample_bytes
     if needed is not None:
         usable = _usable(usable)
         text += f", and of the rest training may take {in_words(usable)}; {needed}"
     if usable < (needed.total_bytes if needed else 0):
-        more = "add memory: the kernel kills the trainer first"
+        more = "add memory: where it runs out, the kernel kills the trainer first"
         able = needed.cure(usable) if needed else ""
         cure = f"Lower trainer.sample_bytes, or {more}" + (f"; or {able}." if able else ".")
-        yield Check("memory", "warning", text, cure)
+        yield Check("memory", "unknown" if needed and needed.guess and left >= 0 else "warning", text, cure)
     elif needed is not None and _is_limited(needed):
         yield from _check_limit("memory", needed)
     else:
@@ -147,7 +152,7 @@ def _check_limit(subject: str, needed: Need) -> Iterator[Check]:
     text = f"trainer.memory_bytes allows {in_words(needed.limit_bytes)}; {needed}, and is refused"
     able = needed.cure(needed.limit_bytes)
     cure = f"Raise trainer.memory_bytes to {needed.total_bytes}" + (f"; or {able}." if able else ".")
-    yield Check(subject, "warning" if needed.guess else "error", text, cure)
+    yield Check(subject, needed.level, text, cure)
 
 
 def _is_limited(needed: Need) -> bool:

@@ -186,7 +186,10 @@ def test_a_drafter_that_is_not_known_is_guessed_and_that_is_said() -> None:
     assert 23 * GIB < found.total_bytes < 25 * GIB  # 1.05 B parameters, in float32
     assert "a guess, as for the drafter of an 8B target: no version is active yet" in str(found)
     assert "a guess" in only(doctor_memory.check_gpu(SMI, "cuda:1", found)).text
-    assert only(doctor_memory.check_gpu(SMI, "cuda:1", found)).level == "warning"
+    assert only(doctor_memory.check_gpu(SMI, "cuda:1", found)).level == "unknown"
+    host = f"MemAvailable: {4 * GIB >> 10} kB\n"
+    assert only(doctor_memory.check_host(host, found, GIB)).level == "unknown"
+    assert only(doctor_memory.check_host(host, found, 5 * GIB)).level == "warning", "the samples alone don't fit"
 
 
 def test_the_active_version_s_own_shape_counts(tmp_path: Path) -> None:
