@@ -521,6 +521,8 @@ class TrainerStatus(_Message, frozen=True):
     """Share of steps beside training that are slower than 99 of 100 without."""
     beside_pause: Text = ""
     """Why nothing may run beside requests now; empty if it may."""
+    device: Name = ""
+    """Device of the operation's work; empty before it needs one."""
 
 
 class TrainResult(_Message, frozen=True):

@@ -172,10 +172,21 @@ def _memory(settings: Settings, status: dict[str, Any] | None, command: Sequence
     if config is None:
         config, guess = _drafter(settings, status)
     is_fused = not any(engine.get("captures") == "layers" for engine in (status or {}).get("engines") or [])
-    needed = doctor_memory.need(trainer, config, settings.recalibration.scope, is_fused=is_fused, guess=guess)
-    is_gpu = trainer.device.startswith("cuda")
+    device = doctor_host.device_of(trainer.device)
+
+    def need(device: str) -> doctor_memory.Need:
+        scope = settings.recalibration.scope
+        return doctor_memory.need(replace(trainer, device=device), config, scope, is_fused=is_fused, guess=guess)
+
+    needed, is_gpu = need(device), device.startswith("cuda")
     if is_gpu:
-        yield from doctor_memory.check_gpu(doctor_memory.gpu_listing(), trainer.device, needed)
+        for check in doctor_memory.check_gpu(doctor_memory.gpu_listing(), device, needed):
+            if trainer.device == "auto" and doctor_memory.REFUSED in check.text:
+                text = check.text.replace(doctor_memory.REFUSED, ": it trains on the CPU")
+                yield Check(check.subject, "ok", f"{text}. {check.cure.partition('; or ')[0]} for the GPU.")
+                needed, is_gpu = need("cpu"), False
+            else:
+                yield check
     try:
         meminfo = doctor_memory.MEMINFO.read_text()
     except OSError:

@@ -15,6 +15,7 @@ from honed.daemon.doctor.check import Check
 from honed.daemon.settings.filesystem import IN_MEMORY, filesystem_of, folder_in_memory
 from honed.daemon.settings.settings import Settings
 
+DRIVER = "/dev/nvidiactl"
 FREE_BYTES = 1 << 30
 """Free space required beside the store's growth: drafter versions, the WAL."""
 
@@ -144,6 +145,13 @@ def check_socket(subject: str, path: Path) -> Iterator[Check]:
         yield Check(subject, "ok", f"{path}, mode {mode:04o}, answers")
 
 
+def device_of(named: str) -> str:
+    """The device that `trainer.device` means; a training that doesn't fit on the GPU of "auto" goes to the CPU yet."""
+    if named != "auto":
+        return named
+    return "cuda" if os.path.exists(DRIVER) else "cpu"
+
+
 def check_torch(device: str, *, is_connected: bool = False) -> Iterator[Check]:
     """Check the trainer's device and PyTorch, without loading PyTorch.
 
@@ -155,12 +163,14 @@ def check_torch(device: str, *, is_connected: bool = False) -> Iterator[Check]:
     elif find_spec("torch") is None:
         cure = "pip install '/path/to/honed[train]'"
         yield Check("trainer", "warning", "PyTorch isn't installed here: nothing is retrained", cure)
-    elif device.startswith("cuda") and not os.path.exists("/dev/nvidiactl"):
-        text = f"trainer.device is {device}, and this machine shows no NVIDIA device (/dev/nvidiactl)"
+    elif device.startswith("cuda") and not os.path.exists(DRIVER):
+        text = f"trainer.device is {device}, and this machine shows no NVIDIA device ({DRIVER})"
         yield Check("trainer", "error", text, "Set trainer.device to cpu, or load the driver (`nvidia-smi`).")
     else:
-        yield Check("trainer", "ok", f"PyTorch is there; trains on {device}")
-        if device.startswith("cuda"):
+        meant = device_of(device)
+        if_so = " if a training fits there" if meant != device and meant != "cpu" else ""
+        yield Check("trainer", "ok", f"PyTorch is there; trains on {meant}{if_so}")
+        if meant.startswith("cuda"):
             yield from check_compiler(os.environ.get("CC", ""), Path(sysconfig.get_path("include")))
 
 

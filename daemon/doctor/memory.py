@@ -21,6 +21,7 @@ MEMINFO = Path("/proc/meminfo")
 SMI = ("nvidia-smi", "--query-gpu=index,memory.total,memory.free", "--format=csv,noheader,nounits")
 CONTEXT_BYTES = 1 << 29
 """Subtracted from free memory: PyTorch, its libraries and its CUDA context."""
+REFUSED = ", and is refused"
 STATES_WITH_MEMORY = ("training", "waiting", "gating")
 """States in which a trainer may already hold its training memory."""
 TYPICAL = DrafterConfig(
@@ -115,7 +116,7 @@ def check_gpu(listing: str | None, device: str, needed: Need) -> Iterator[Check]
         share = (needed.total_bytes - usable) / usable_bytes(total)
         cure = f"Lower vLLM's --gpu-memory-utilization by {share + 0.005:.2f} and restart it; or "
         cure += f"{needed.cure(usable) or 'set trainer.device to cpu'}."
-        yield Check("GPU memory", needed.level, f"{text}, and is refused", cure)
+        yield Check("GPU memory", needed.level, f"{text}{REFUSED}", cure)
     elif _is_limited(needed):
         yield from _check_limit("GPU memory", needed)
     else:
@@ -149,7 +150,7 @@ def check_host(meminfo: str, needed: Need | None, sample_bytes: int) -> Iterator
 
 
 def _check_limit(subject: str, needed: Need) -> Iterator[Check]:
-    text = f"trainer.memory_bytes allows {in_words(needed.limit_bytes)}; {needed}, and is refused"
+    text = f"trainer.memory_bytes allows {in_words(needed.limit_bytes)}; {needed}{REFUSED}"
     able = needed.cure(needed.limit_bytes)
     cure = f"Raise trainer.memory_bytes to {needed.total_bytes}" + (f"; or {able}." if able else ".")
     yield Check(subject, needed.level, text, cure)

@@ -31,14 +31,19 @@ class BusyFlagReader:
     def is_busy(self) -> bool:
         """Return whether the engine has work now."""
         try:
-            status = os.lstat(self._path)
-            if self._descriptor < 0 or (status.st_dev, status.st_ino) != self._identity:
-                self.close()
-                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-                self._identity = (status.st_dev, status.st_ino)
+            self._open()
             is_busy, self._raised_ns = FLAG.unpack(os.pread(self._descriptor, FLAG.size, 0))
             return is_busy and self._is_held()
         except (OSError, struct.error):  # not there, a link, too short, or not ours to read
+            self.close()
+            return False
+
+    def is_alive(self) -> bool:
+        """Return whether the engine that made the file is alive, busy or not."""
+        try:
+            self._open()
+            return self._is_held()
+        except OSError:
             self.close()
             return False
 
@@ -67,6 +72,14 @@ class BusyFlagReader:
 
     def __del__(self) -> None:
         self.close()
+
+    def _open(self) -> None:
+        """Open the file, or another one that has its path now."""
+        status = os.lstat(self._path)
+        if self._descriptor < 0 or (status.st_dev, status.st_ino) != self._identity:
+            self.close()
+            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+            self._identity = (status.st_dev, status.st_ino)
 
     def _is_held(self) -> bool:
         """Return whether the engine that made the file is alive."""
@@ -97,6 +110,10 @@ class BusyFlags:
         """Return whether any of them has work now."""
         self._raised = {path.parent.name: flag for path, flag in self._flags.items() if flag.is_busy()}
         return bool(self._raised)
+
+    def living(self) -> set[str]:
+        """Ids of the engines that are alive, of those that `discover` found."""
+        return {path.parent.name for path, flag in self._flags.items() if flag.is_alive()}
 
     @property
     def busy_engines(self) -> Collection[str]:

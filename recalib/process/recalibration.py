@@ -79,6 +79,11 @@ class Recalibration:
         """Return whether the next unit is heavy, and so must wait until the engine is idle."""
         return self.progress.stage != "collecting"
 
+    @property
+    def device(self) -> torch.device | None:
+        """Return the device that the next unit needs, if any."""
+        return self._run.device if self._run is not None and self.needs_device else None
+
     def advance(self) -> None:
         """Do one unit; after the last, `result` is set. Failures become a result and are never raised."""
         if self.result is not None:

@@ -34,7 +34,7 @@ from honed.recalib.process.yielding import Yielding
 from honed.recalib.registry.registry import Registry
 from honed.recalib.samples.hold_out import HoldOut, load_salt
 from honed.recalib.samples.traffic import Traffic
-from honed.recalib.training.device_memory import give_back
+from honed.recalib.training.device_memory import AUTO, devices_of, give_back
 from honed.recalib.training.progress import OperationError
 
 log = structlog.get_logger("honed.trainer")
@@ -66,6 +66,8 @@ class Trainer:
         self._last_result: wire.TrainResult | None = None
         self._state = ""
         self._next_status_s = self._next_discovery_s = self._next_samples_s = 0.0
+        self._beside: set[str] = set()
+        """Engines that shared the device when the operation began."""
         self._link = TrainerLink(endpoint, self._hello)
 
     def turn(self) -> None:
@@ -131,6 +133,8 @@ class Trainer:
         self._yielding.preemptions = Preemptions()
         feed = self._traffic.feed(Path(request.capture_path))
         self._traffic.freeze(True)
+        self._yielding.busy.discover()
+        self._beside = self._yielding.busy.living()
         self._operation = Recalibration(
             request,
             self._settings,
@@ -162,13 +166,23 @@ class Trainer:
         operation = self._operation
         if operation is None:
             return
+        if operation.device is not None and operation.device.type != "cpu":
+            self._make_room_for_engines(operation)
         if operation.needs_device and not self._yielding.may_begin(is_busy):
             operation.keep_waiting()
         else:
-            with self._yielding.unit(needs_device=operation.needs_device):
+            with self._yielding.unit(operation.device):
                 operation.advance()
         if operation.result is not None:
             self._finish()
+
+    def _make_room_for_engines(self, operation: Recalibration) -> None:
+        """End the operation if an engine beside it has ended: at its restart it will want the memory that it had."""
+        if gone := self._beside - self._yielding.busy.living():
+            operation.cancel(
+                f"{', '.join(sorted(gone))} ended, and the training's memory on {operation.device} may be in the way of its "
+                "restart: ask again when the engine is back"
+            )
 
     def _meanwhile(self, wait_s: float) -> None:
         """Hear the daemon, take in samples and report while a unit waits; a pause begins and ends at once.
@@ -199,9 +213,10 @@ class Trainer:
         assert self._operation is not None
         assert self._operation.result is not None
         result = self._last_result = self._operation.result
-        self._operation = None
+        device, self._operation = self._operation.device, None
         self._traffic.freeze(False)
-        give_back(torch.device(self._settings.device))
+        if device is not None:
+            give_back(device)
         self._link.send(result)
         log.info(
             "operation ends",
@@ -225,7 +240,7 @@ class Trainer:
     def _hello(self) -> wire.TrainerHello:
         return wire.TrainerHello(
             trainer_id=self._settings.trainer_id,
-            device=self._settings.device,
+            device=str(devices_of(self._settings.device)[0]),
             operation_id=self._operation.request.operation_id if self._operation else "",
             yields_to=list(self._settings.yields_to),
         )
@@ -299,16 +314,19 @@ def _with_progress(status: wire.TrainerStatus, operation: Recalibration) -> wire
             "elapsed_s": operation.elapsed_s,
             "gate": progress.gate,
             "memory_bytes": progress.memory_bytes,
+            "device": str(operation.device or ""),
         }
     )
 
 
 def check_device(device: str) -> None:
     """Raise ValueError, with the cure, if torch can't use the device."""
+    if device == AUTO:
+        return
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
-        raise ValueError(f"trainer.device = {device!r} is no device: use cpu, cuda or cuda:N") from error
+        raise ValueError(f"trainer.device = {device!r} is no device: use auto, cpu, cuda or cuda:N") from error
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"trainer.device = {device!r}, but this PyTorch sees no GPU: use cpu, or install its CUDA build")
     if kind == "cuda" and (torch.device(device).index or 0) >= torch.cuda.device_count():

@@ -44,15 +44,14 @@ class Yielding:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._monotonic, self._meanwhile, self._max_duty = monotonic, meanwhile, settings.max_duty
-        is_yielding = settings.when != "always"
-        stops_amid_unit = is_yielding and torch.device(settings.device).type == "cpu"
-        self._yield_points = YieldPoints(self._stand_by) if stops_amid_unit else contextlib.nullcontext()
-        self._computed_s = time.process_time if stops_amid_unit else monotonic
+        self._is_yielding = settings.when != "always"
+        self._yield_points = YieldPoints(self._stand_by)
+        self._computed_s = monotonic
         """Clock of computed time. On a GPU, queued work is always computed to its end."""
         self._computed_before_s = 0.0  # last read of the flags that found no work
         self._unit_began_s = self._stood_by_s = self._rests_until_s = 0.0
         self.is_paused = self._was_working = False
-        self.busy = BusyFlags(engines_dir, settings.yields_to if is_yielding else ())
+        self.busy = BusyFlags(engines_dir, settings.yields_to if self._is_yielding else ())
         self.spare = SpareTime(settings.latency_budget) if settings.when == "spare" else None
         self.idleness, self.preemptions = Idleness(), Preemptions()
         self._beside_since_s: float | None = None
@@ -81,12 +80,18 @@ class Yielding:
         return not is_resting
 
     @contextlib.contextmanager
-    def unit(self, *, needs_device: bool) -> Iterator[None]:
-        """A unit of work: it yields amid it where that is possible, and sets the rest after it."""
-        self._was_working = needs_device
+    def unit(self, device: torch.device | None) -> Iterator[None]:
+        """A unit of work on this device: it yields amid it where that is possible, and sets the rest after it.
+
+        Args:
+            device: None: a light unit, which needs neither.
+        """
+        needs_device = self._was_working = device is not None
+        stops_amid_unit = self._is_yielding and device is not None and device.type == "cpu"
+        self._computed_s = time.process_time if stops_amid_unit else self._monotonic
         self._unit_began_s, began_s = self._monotonic(), self.working_s()
         self._computed_before_s = self._computed_s()
-        with self._yield_points if needs_device else contextlib.nullcontext():
+        with self._yield_points if stops_amid_unit else contextlib.nullcontext():
             yield
         if needs_device:
             worked_s = self.working_s() - began_s

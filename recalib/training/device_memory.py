@@ -3,16 +3,44 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 from pathlib import Path
 
 import torch
 
-from honed.recalib.config.memory import usable_bytes
+from honed.recalib.config.memory import GIB, MemoryBudgetError, in_words, usable_bytes
+
+AUTO = "auto"
+LEAST_BYTES = 2 * GIB
 
 
-def use(name: str) -> torch.device:
-    """Return a device with its index, and make it this process's current one, on which Triton launches kernels."""
-    device = torch.device(name)
+def devices_of(name: str) -> list[torch.device]:
+    """Return the devices that `trainer.device` allows, in the order in which they are tried."""
+    if name != AUTO:
+        return [torch.device(name)]
+    gpus = [torch.device("cuda")] if torch.cuda.is_available() else []
+    return [*gpus, torch.device("cpu")]
+
+
+def check_room(device: torch.device) -> None:
+    """Look at a GPU's free memory from outside: a CUDA context would take half a gigabyte of a full one.
+
+    Raises:
+        MemoryBudgetError: less than LEAST_BYTES are free. Without `nvidia-smi` nothing is known, and it may be tried.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    query = ("nvidia-smi", f"--id={visible}", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
+    try:
+        free = int(subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout) << 20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return
+    if free < LEAST_BYTES:
+        raise MemoryBudgetError(f"{in_words(free)} are free on {device}, and a training needs {in_words(LEAST_BYTES)} at least")
+
+
+def use(device: torch.device) -> torch.device:
+    """Return the device with its index, and make it this process's current one, on which Triton launches kernels."""
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         torch.cuda.set_device(device)

@@ -17,7 +17,7 @@ import torch
 
 from honed.adapt.protocol import wire
 from honed.adapt.protocol.wire import GateFigures
-from honed.recalib.config.memory import check_fits, estimate_and_cures, in_words
+from honed.recalib.config.memory import MemoryBudgetError, check_fits, estimate_and_cures, in_words
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.drafter.checkpoint import (
     TargetHead,
@@ -30,7 +30,7 @@ from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.samples.stretch import Stretch
 from honed.recalib.samples.traffic import Feed
-from honed.recalib.training.device_memory import available_bytes, hold_to, use
+from honed.recalib.training.device_memory import available_bytes, check_room, devices_of, hold_to, use
 from honed.recalib.training.micro_step import MicroTrainer, StepFigures
 from honed.recalib.training.mixture import MUST_GAIN_SHARE, WorkloadMix
 from honed.recalib.training.pace import Pace
@@ -67,7 +67,8 @@ class TrainingRun:
     ) -> None:
         self._request, self._settings, self._parent_dir, self._feed = request, settings, parent_dir, feed
         self._progress, self._working_s = progress, working_s
-        self._device = use(settings.device)
+        self._devices = devices_of(settings.device)
+        self._device = self._devices[0]
         self._config = read_drafter_config(parent_dir, request.num_draft_tokens)
         target_head_names(request.target_path)  # not only when all samples are in
         if request.scope not in ("kv-frozen", "full"):
@@ -83,12 +84,29 @@ class TrainingRun:
         """Tokens of the drafter's vocabulary."""
         return self._config.vocab_size
 
+    @property
+    def device(self) -> torch.device:
+        """The device that `check_memory` chose last."""
+        return self._device
+
     def check_memory(self) -> None:
-        """Estimate the training's memory.
+        """Estimate the training's memory, and choose the first device that it fits on.
 
         Raises:
-            MemoryBudgetError: it doesn't fit.
+            MemoryBudgetError: it fits on none; the last one's reason.
         """
+        for device in self._devices[:-1]:
+            try:
+                check_room(device)
+                self._check_memory(device)
+            except (MemoryBudgetError, RuntimeError) as error:  # the latter is PyTorch's, where not even a context fits
+                log.warning("trains on the next device", why=str(error), device=str(device))
+            else:
+                return
+        self._check_memory(self._devices[-1])
+
+    def _check_memory(self, device: torch.device) -> None:
+        self._device = use(device)
         dtype = compute_dtype(self._device, self._training.precision)
         needed, cures = estimate_and_cures(
             self._config,

@@ -179,7 +179,7 @@ def test_what_the_example_settings_suggest_can_be_set(tmp_path: Path) -> None:
     keys = {line.partition(" =")[0] for line in suggested}
     rest = [line for line in lines if line.partition(" =")[0] not in keys]  # TOML takes a key once
     (tmp_path / "honed.toml").write_text("\n".join(re.sub(r"^#(?=\w+ = )", "", line) for line in rest))
-    assert load(tmp_path / "honed.toml", env={}).trainer_settings().device == "cuda"
+    assert load(tmp_path / "honed.toml", env={}).trainer_settings().device == "cpu"
 
 
 def test_the_example_environment_is_understood() -> None:
@@ -188,4 +188,4 @@ def test_the_example_environment_is_understood() -> None:
     settings: Settings = load(env=env | environment_of("honed.service"))
     assert settings.paths.runtime_dir == Path("/run/honed")
     everything = env_file(uncomment=True) | {"HONED_CONFIG": str(FOLDER / "honed.toml")}
-    assert load(env=everything).trainer_settings().device == "cuda"
+    assert load(env=everything).trainer_settings().device == "cpu"

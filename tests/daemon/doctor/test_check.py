@@ -223,6 +223,21 @@ def test_what_a_running_training_takes_is_not_held_against_it(tmp_path: Path, st
     assert (found.subject, "are available" in found.text) == ("memory", is_judged)
 
 
+@pytest.mark.parametrize(("free_mib", "says"), [(100_000, "on GPU 0"), (5_000, "it trains on the CPU")])
+def test_of_auto_it_says_where_a_training_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_mib: int, says: str
+) -> None:
+    settings = load(None, {"paths": {"state_dir": tmp_path, "runtime_dir": tmp_path}}, {})
+    monkeypatch.setattr(doctor_host, "DRIVER", str(tmp_path))
+    monkeypatch.setattr(doctor_memory, "gpu_listing", lambda: f"0, 143771, {free_mib}\n")
+    on_gpu, on_host = diagnose._memory(settings, None)
+    assert (on_gpu.subject, on_gpu.level) == ("GPU memory", "ok")
+    assert says in on_gpu.text
+    assert ("of the rest training may take" in on_host.text) == (free_mib == 5_000)
+    monkeypatch.setattr(doctor_host, "DRIVER", str(tmp_path / "none"))
+    assert [check.subject for check in diagnose._memory(settings, None)] == ["memory"]
+
+
 def test_gpu_memory_left_for_training() -> None:
     assert only(doctor_memory.check_gpu(SMI, "cuda", need(10 * GIB))).level == "ok"
     found = only(doctor_memory.check_gpu(SMI, "cuda:1", need(10 * GIB)))

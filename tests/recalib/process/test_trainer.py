@@ -20,6 +20,7 @@ from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.engine.busy_flag import BusyFlag
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.gate.gate import GateSettings
+from honed.recalib.process.recalibration import Recalibration
 from honed.recalib.process.trainer import Trainer
 from honed.recalib.registry.registry import Registry
 from honed.recalib.samples.hold_out import HoldOut
@@ -236,6 +237,31 @@ def test_with_a_device_of_its_own_it_trains_whatever_engines_do(daemon: zmq.Sock
         assert trainer._state != "waiting"
     trainer.close()
     flag.close()
+
+
+@pytest.mark.fault("a restart of vLLM while a training holds the GPU's memory")
+def test_a_training_on_a_gpu_ends_with_an_engine_beside_it(
+    daemon: zmq.Socket[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def device(operation: Recalibration) -> torch.device | None:
+        return torch.device("cuda") if operation.needs_device else None
+
+    monkeypatch.setattr(Recalibration, "device", property(device))
+    stays, ends = (BusyFlag(tmp_path / "engines" / name / "busy") for name in ("stays", "ends"))
+    trainer, request = make_trainer(tmp_path)
+    ask(daemon, trainer, request)
+    while trainer._state != "training":
+        trainer.turn()
+    for _ in range(5):
+        trainer.turn()
+    assert trainer._state == "training"
+    ends.close()
+    trainer.turn()
+    assert trainer._operation is None
+    assert trainer._last_result is not None
+    assert "ends ended, and the training's memory on cuda may be in the way of its restart" in trainer._last_result.error
+    trainer.close()
+    stays.close()
 
 
 def test_what_torch_imports_late_is_there_before_training(tmp_path: Path) -> None:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from honed.recalib.training.device_memory import available_bytes, give_back, hold_to, use
+from honed.adapt.protocol import wire
+from honed.recalib.config.memory import MemoryBudgetError
+from honed.recalib.config.trainer import TrainerSettings
+from honed.recalib.training import training_run
+from honed.recalib.training.device_memory import available_bytes, check_room, devices_of, give_back, hold_to, use
+from honed.recalib.training.progress import Progress
+from tests.tools import ROOT
 
 GIB = 1 << 30
+TINY = ROOT / "benchmarks" / "tiny"
 
 
 @pytest.fixture
@@ -27,14 +39,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
 @pytest.mark.parametrize(("name", "index"), [("cuda", 1), ("cuda:0", 0), ("cuda:1", 1)])
 def test_memory_is_held_to_a_device_of_any_name(name: str, index: int, gpus: list[tuple[str, object]]) -> None:
     """`cuda`, the name in every example, once ended each recalibration: PyTorch wants the number there."""
-    device = use(name)
+    device = use(torch.device(name))
     assert device == torch.device("cuda", index)
     hold_to(device, 20 * GIB)
     assert gpus == [("current", device), ("limit", (0.25, index))]
 
 
 def test_a_cpus_free_memory_is_known_and_has_no_limit() -> None:
-    device = use("cpu")
+    device = use(torch.device("cpu"))
     assert device == torch.device("cpu")
     assert 1 << 20 < available_bytes(device) < 1 << 50
     assert available_bytes(device, limit_bytes=1 << 20) == 1 << 20
@@ -45,7 +57,7 @@ def test_a_cpus_free_memory_is_known_and_has_no_limit() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_allocations_end_at_the_limit() -> None:
-    device = use("cuda")
+    device = use(torch.device("cuda"))
     _, total = torch.cuda.mem_get_info(device)
     try:
         hold_to(device, GIB)
@@ -54,3 +66,43 @@ def test_on_a_gpu_allocations_end_at_the_limit() -> None:
     finally:
         hold_to(device, total)
         give_back(device)
+
+
+def test_auto_goes_to_the_next_device_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, free = [torch.device("cpu", 0), torch.device("cpu")], [0, 2**40]
+    monkeypatch.setattr(training_run, "devices_of", lambda name: devices)
+    monkeypatch.setattr(training_run, "check_room", lambda device: None)
+    monkeypatch.setattr(training_run, "available_bytes", lambda device, limit: free[devices.index(device)])
+    request = wire.TrainRequest("o", "", str(TINY / "target"), "v0", scope="kv-frozen")
+    feed: Any = SimpleNamespace(is_fused=True)
+    run = training_run.TrainingRun(request, TrainerSettings(), TINY / "drafter", feed, Progress(), lambda: 0.0, None)
+    run.check_memory()
+    assert run.device is devices[1]
+    free[0] = 2**40
+    run.check_memory()
+    assert run.device is devices[0]
+    free[:] = [0, 0]
+    with pytest.raises(MemoryBudgetError):
+        run.check_memory()
+
+
+@pytest.mark.parametrize(("answer", "is_full"), [("1200", True), ("2048", False), ("[N/A]", False), ("", False)])
+def test_a_full_gpu_is_looked_at_from_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, is_full: bool
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/asked\necho '{answer}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5,GPU-7")
+    with pytest.raises(MemoryBudgetError, match=r"1\.2 GiB are free") if is_full else contextlib.nullcontext():
+        check_room(torch.device("cuda"))
+    assert "--id=GPU-5" in (tmp_path / "asked").read_text()
+
+
+def test_auto_means_the_cpu_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert devices_of("auto") == [torch.device("cpu")]
+    assert devices_of("cuda:1") == [torch.device("cuda:1")]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert devices_of("auto") == [torch.device("cuda"), torch.device("cpu")]
