@@ -10,6 +10,7 @@ from typing import Any
 
 from honed.adapt.models.trainable import drafts_from_anchor, is_dspark, is_eagle3, is_mtp
 from honed.recalib.config.drafter import EAGLE3_TOKENS
+from honed.recalib.config.speculators import is_speculators
 
 HUB_TIMEOUT_S = 5.0
 _CURE = "set the draft length with --draft-tokens"
@@ -86,7 +87,8 @@ def draft_tokens_of(drafter: str, raw: Mapping[str, Any] | None) -> int:
     if _is_eagle3(raw):
         return proposed or EAGLE3_TOKENS
     block_size = raw.get("block_size") or (raw.get("dflash_config") or {}).get("block_size")
-    if isinstance(block_size, int) and drafts_from_anchor(raw) and not raw.get("speculators_model_type"):
+    anchor_drafts = raw.get("sample_from_anchor", False) if is_speculators(raw) else drafts_from_anchor(raw)
+    if isinstance(block_size, int) and anchor_drafts:
         return block_size
     return block_size - 1 if isinstance(block_size, int) and block_size >= 2 else proposed
 

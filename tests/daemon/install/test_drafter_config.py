@@ -127,6 +127,7 @@ def test_a_name_tells_the_block_size_and_the_method_where_nothing_else_does(tmp_
         ({"architectures": ["Qwen3DSparkModel"], "block_size": 7}, "dspark", 7),
         ({"architectures": ["Qwen3DSparkModel"], "block_size": 7, "sample_from_anchor": False}, "dspark", 6),
         ({"speculators_model_type": "dspark", "block_size": 8}, "dspark", 7),
+        ({"speculators_model_type": "dspark", "block_size": 8, "sample_from_anchor": True}, "dspark", 8),
     ],
 )
 def test_the_block_size_is_where_the_formats_have_it(raw: dict[str, Any], method: str, k: int) -> None:
