@@ -277,6 +277,7 @@ class Recalibration:
         self.result = result
         if self._run is not None:
             self._run.discard_state()
+            self._run = None  # with the target's tensors
 
     def _result(self, *, ok: bool, version: str = "", error: str = "") -> wire.TrainResult:
         progress = self.progress

@@ -213,10 +213,9 @@ class Trainer:
         assert self._operation is not None
         assert self._operation.result is not None
         result = self._last_result = self._operation.result
-        device, self._operation = self._operation.device, None
+        self._operation = None
         self._traffic.freeze(False)
-        if device is not None:
-            give_back(device)
+        give_back()
         self._link.send(result)
         log.info(
             "operation ends",

@@ -63,10 +63,10 @@ def hold_to(device: torch.device, num_bytes: int) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
 
 
-def give_back(device: torch.device) -> None:
+def give_back() -> None:
     """Free cached memory: PyTorch otherwise keeps it from a server and from the next training."""
     gc.collect()
-    if device.type == "cuda":
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.engine.busy_flag import BusyFlag
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.gate.gate import GateSettings
+from honed.recalib.process import trainer as process
 from honed.recalib.process.recalibration import Recalibration
 from honed.recalib.process.trainer import Trainer
 from honed.recalib.registry.registry import Registry
 from honed.recalib.samples.hold_out import HoldOut
 from honed.recalib.samples.traffic import Traffic
+from honed.recalib.training.training_run import TrainingRun
 from tests.recalib.toy_traffic import WIDTH, make_pair, write_sessions
 from tests.tools import ROOT
 
@@ -257,11 +260,36 @@ def test_a_training_on_a_gpu_ends_with_an_engine_beside_it(
     assert trainer._state == "training"
     ends.close()
     trainer.turn()
-    assert trainer._operation is None
-    assert trainer._last_result is not None
-    assert "ends ended, and the training's memory on cuda may be in the way of its restart" in trainer._last_result.error
+    is_over, result = trainer._operation is None, trainer._last_result
     trainer.close()
     stays.close()
+    assert is_over
+    assert result is not None
+    assert "ends ended, and the training's memory on cuda may be in the way of its restart" in result.error
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_nothing_of_a_training_is_left_when_memory_is_given_back(
+    daemon: zmq.Socket[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    runs: list[weakref.ref[TrainingRun]] = []
+    left: list[TrainingRun | None] = []
+    load = TrainingRun.load_head
+
+    def noted(run: TrainingRun) -> None:
+        runs.append(weakref.ref(run))
+        load(run)
+
+    monkeypatch.setattr(TrainingRun, "load_head", noted)
+    monkeypatch.setattr(process, "give_back", lambda: left.extend(run() for run in runs))
+    trainer, request = make_trainer(tmp_path)
+    ask(daemon, trainer, request)
+    while trainer._last_result is None:
+        trainer.turn()
+        if is_cancelled and runs:
+            trainer._take(wire.TrainCancel(operation_id=request.operation_id))
+    trainer.close()
+    assert left == [None]
 
 
 def test_what_torch_imports_late_is_there_before_training(tmp_path: Path) -> None:

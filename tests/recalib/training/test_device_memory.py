@@ -51,7 +51,7 @@ def test_a_cpus_free_memory_is_known_and_has_no_limit() -> None:
     assert 1 << 20 < available_bytes(device) < 1 << 50
     assert available_bytes(device, limit_bytes=1 << 20) == 1 << 20
     hold_to(device, 1)
-    give_back(device)
+    give_back()
 
 
 @pytest.mark.gpu
@@ -65,7 +65,7 @@ def test_on_a_gpu_allocations_end_at_the_limit() -> None:
             torch.empty(2 * GIB, dtype=torch.uint8, device=device)
     finally:
         hold_to(device, total)
-        give_back(device)
+        give_back()
 
 
 def test_auto_goes_to_the_next_device_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
