@@ -70,8 +70,11 @@ def check_metrics(http: HttpSettings, fetch: Fetch) -> Iterator[Check]:
         except StartError as error:
             yield Check("metrics", "error", str(error), "Correct it: the daemon can't start with it, and keeps its last one.")
             return
+        port = address.rpartition(":")[2]
+        tls = "" if scheme == "http" else f"--cacert CERTIFICATE --resolve HOST:{port}:127.0.0.1 "
+        curl = f"curl {tls}--user USER {scheme}://HOST:{port}/metrics"
         text = f"{address} wants what http.metrics_web_config says (TLS, a password), so it wasn't read from here"
-        yield Check("metrics", "unknown", text, f"Try it as Prometheus does: `curl --user USER {scheme}://HOST:PORT/metrics`.")
+        yield Check("metrics", "unknown", text, f"Try it as Prometheus does: `{curl}`.")
         return
     address = address.replace("0.0.0.0:", "127.0.0.1:").replace("[::]:", "[::1]:")
     code, body = fetch(f"http://{address}/metrics")

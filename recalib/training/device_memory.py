@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import torch
 
-from honed.recalib.config.memory import GIB, MemoryBudgetError, in_words, usable_bytes
+from honed.recalib.config.memory import GIB, in_words, usable_bytes
 
 AUTO = "auto"
 LEAST_BYTES = 2 * GIB
@@ -23,12 +24,18 @@ def devices_of(name: str) -> list[torch.device]:
     return [*gpus, torch.device("cpu")]
 
 
-def check_room(device: torch.device) -> None:
-    """Look at a GPU's free memory from outside: a CUDA context would take half a gigabyte of a full one.
+class DeviceError(RuntimeError):
+    """A GPU on which a training isn't worth a try."""
+
+
+def check_gpu(device: torch.device) -> None:
+    """Look at a GPU from outside: a CUDA context would take half a gigabyte of a full one.
 
     Raises:
-        MemoryBudgetError: less than LEAST_BYTES are free. Without `nvidia-smi` nothing is known, and it may be tried.
+        DeviceError: nothing compiles its kernels, or less than LEAST_BYTES are free, as far as `nvidia-smi` says.
     """
+    if not os.environ.get("CC") and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        raise DeviceError("no C compiler is here, which Triton needs for kernels: install gcc and Python's headers")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     query = ("nvidia-smi", f"--id={visible}", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
     try:
@@ -36,7 +43,7 @@ def check_room(device: torch.device) -> None:
     except (OSError, ValueError, subprocess.SubprocessError):
         return
     if free < LEAST_BYTES:
-        raise MemoryBudgetError(f"{in_words(free)} are free on {device}, and a training needs {in_words(LEAST_BYTES)} at least")
+        raise DeviceError(f"{in_words(free)} are free on {device}, and a training needs {in_words(LEAST_BYTES)} at least")
 
 
 def use(device: torch.device) -> torch.device:

@@ -30,7 +30,7 @@ from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.samples.stretch import Stretch
 from honed.recalib.samples.traffic import Feed
-from honed.recalib.training.device_memory import available_bytes, check_room, devices_of, hold_to, use
+from honed.recalib.training.device_memory import available_bytes, check_gpu, devices_of, hold_to, use
 from honed.recalib.training.micro_step import MicroTrainer, StepFigures
 from honed.recalib.training.mixture import MUST_GAIN_SHARE, WorkloadMix
 from honed.recalib.training.pace import Pace
@@ -97,9 +97,9 @@ class TrainingRun:
         """
         for device in self._devices[:-1]:
             try:
-                check_room(device)
+                check_gpu(device)
                 self._check_memory(device)
-            except (MemoryBudgetError, RuntimeError) as error:  # the latter is PyTorch's, where not even a context fits
+            except (MemoryBudgetError, RuntimeError) as error:  # PyTorch's too, where not even a context fits
                 log.warning("trains on the next device", why=str(error), device=str(device))
             else:
                 return

@@ -14,7 +14,7 @@ from honed.adapt.protocol import wire
 from honed.recalib.config.memory import MemoryBudgetError
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.training import training_run
-from honed.recalib.training.device_memory import available_bytes, check_room, devices_of, give_back, hold_to, use
+from honed.recalib.training.device_memory import DeviceError, available_bytes, check_gpu, devices_of, give_back, hold_to, use
 from honed.recalib.training.progress import Progress
 from tests.tools import ROOT
 
@@ -71,7 +71,7 @@ def test_on_a_gpu_allocations_end_at_the_limit() -> None:
 def test_auto_goes_to_the_next_device_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     devices, free = [torch.device("cpu", 0), torch.device("cpu")], [0, 2**40]
     monkeypatch.setattr(training_run, "devices_of", lambda name: devices)
-    monkeypatch.setattr(training_run, "check_room", lambda device: None)
+    monkeypatch.setattr(training_run, "check_gpu", lambda device: None)
     monkeypatch.setattr(training_run, "available_bytes", lambda device, limit: free[devices.index(device)])
     request = wire.TrainRequest("o", "", str(TINY / "target"), "v0", scope="kv-frozen")
     feed: Any = SimpleNamespace(is_fused=True)
@@ -95,9 +95,18 @@ def test_a_full_gpu_is_looked_at_from_outside(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5,GPU-7")
-    with pytest.raises(MemoryBudgetError, match=r"1\.2 GiB are free") if is_full else contextlib.nullcontext():
-        check_room(torch.device("cuda"))
+    with pytest.raises(DeviceError, match=r"1\.2 GiB are free") if is_full else contextlib.nullcontext():
+        check_gpu(torch.device("cuda"))
     assert "--id=GPU-5" in (tmp_path / "asked").read_text()
+
+
+def test_a_gpu_without_a_compiler_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(DeviceError, match="install gcc"):
+        check_gpu(torch.device("cuda"))
+    monkeypatch.setenv("CC", "/opt/clang")
+    check_gpu(torch.device("cuda"))
 
 
 def test_auto_means_the_cpu_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
