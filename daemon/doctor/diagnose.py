@@ -180,13 +180,10 @@ def _memory(settings: Settings, status: dict[str, Any] | None, command: Sequence
 
     needed, is_gpu = need(device), device.startswith("cuda")
     if is_gpu:
-        for check in doctor_memory.check_gpu(doctor_memory.gpu_listing(), device, needed):
-            if trainer.device == "auto" and doctor_memory.REFUSED in check.text:
-                text = check.text.replace(doctor_memory.REFUSED, ": it trains on the CPU")
-                yield Check(check.subject, "ok", f"{text}. {check.cure.partition('; or ')[0]} for the GPU.")
-                needed, is_gpu = need("cpu"), False
-            else:
-                yield check
+        listing, is_auto = doctor_memory.gpu_listing(), trainer.device == "auto"
+        yield from doctor_memory.check_gpu(listing, device, needed, is_auto=is_auto)
+        if is_auto and not doctor_memory.may_fit(listing, device, needed):
+            needed, is_gpu = need("cpu"), False
     try:
         meminfo = doctor_memory.MEMINFO.read_text()
     except OSError:

@@ -146,7 +146,7 @@ def check_socket(subject: str, path: Path) -> Iterator[Check]:
 
 
 def device_of(named: str) -> str:
-    """The device that `trainer.device` means; a training that doesn't fit on the GPU of "auto" goes to the CPU yet."""
+    """The device that a trainer with this `trainer.device` tries first."""
     if named != "auto":
         return named
     return "cuda" if os.path.exists(DRIVER) else "cpu"

@@ -21,7 +21,6 @@ MEMINFO = Path("/proc/meminfo")
 SMI = ("nvidia-smi", "--query-gpu=index,memory.total,memory.free", "--format=csv,noheader,nounits")
 CONTEXT_BYTES = 1 << 29
 """Subtracted from free memory: PyTorch, its libraries and its CUDA context."""
-REFUSED = ", and is refused"
 STATES_WITH_MEMORY = ("training", "waiting", "gating")
 """States in which a trainer may already hold its training memory."""
 TYPICAL = DrafterConfig(
@@ -93,31 +92,40 @@ def need(settings: TrainerSettings, config: DrafterConfig | None, scope: Scope, 
     return Need(estimate, cures, settings.memory_bytes, guess)
 
 
-def check_gpu(listing: str | None, device: str, needed: Need) -> Iterator[Check]:
+def may_fit(listing: str | None, device: str, needed: Need) -> bool:
+    """Tell whether a training fits on a GPU, as far as the listing says."""
+    found = _memory_of(listing, device)
+    return not _is_limited(needed) and (found is None or needed.total_bytes <= _usable(found[1]))
+
+
+def check_gpu(listing: str | None, device: str, needed: Need, *, is_auto: bool = False) -> Iterator[Check]:
     """Check that the trainer's device has enough free memory.
 
     Args:
         listing: output of `SMI`; None if it couldn't be run.
         device: "cuda" or "cuda:N"
+        is_auto: the trainer takes the CPU where it hasn't.
     """
     if listing is None:
         yield Check("GPU memory", "unknown", "nvidia-smi can't be run", "Install the driver's tools for this check.")
         return
-    index = int(device.partition(":")[2] or 0)
-    rows = {int(row[0]): (int(row[1]) << 20, int(row[2]) << 20) for row in _rows(listing)}
-    if index not in rows:
-        text = f"trainer.device is {device}, the machine's GPUs are {', '.join(map(str, rows)) or 'none'}"
+    index, found = _index_of(device), _memory_of(listing, device)
+    if found is None:
+        text = f"trainer.device is {device}, the machine's GPUs are {', '.join(map(str, _memories(listing))) or 'none'}"
         yield Check("GPU memory", "error", text, "Set trainer.device to one of them, or to cpu.")
         return
-    total, free = rows[index]
+    total, free = found
     usable = _usable(free)
     text = f"{in_words(free)} of {in_words(total)} are free on GPU {index}, {in_words(usable)} of it for training; {needed}"
     if needed.total_bytes > usable:
         share = (needed.total_bytes - usable) / usable_bytes(total)
-        cure = f"Lower vLLM's --gpu-memory-utilization by {share + 0.005:.2f} and restart it; or "
-        cure += f"{needed.cure(usable) or 'set trainer.device to cpu'}."
-        yield Check("GPU memory", needed.level, f"{text}{REFUSED}", cure)
-    elif _is_limited(needed):
+        cure = f"Lower vLLM's --gpu-memory-utilization by {share + 0.005:.2f} and restart it"
+        if is_auto:
+            yield Check("GPU memory", "ok", f"{text}: it trains on the CPU. {cure} for the GPU.")
+            return
+        cure += f"; or {needed.cure(usable) or 'set trainer.device to cpu'}."
+        yield Check("GPU memory", needed.level, f"{text}, and is refused", cure)
+    elif _is_limited(needed) and not is_auto:
         yield from _check_limit("GPU memory", needed)
     else:
         yield Check("GPU memory", "ok", text)
@@ -150,7 +158,7 @@ def check_host(meminfo: str, needed: Need | None, sample_bytes: int) -> Iterator
 
 
 def _check_limit(subject: str, needed: Need) -> Iterator[Check]:
-    text = f"trainer.memory_bytes allows {in_words(needed.limit_bytes)}; {needed}{REFUSED}"
+    text = f"trainer.memory_bytes allows {in_words(needed.limit_bytes)}; {needed}, and is refused"
     able = needed.cure(needed.limit_bytes)
     cure = f"Raise trainer.memory_bytes to {needed.total_bytes}" + (f"; or {able}." if able else ".")
     yield Check(subject, needed.level, text, cure)
@@ -173,8 +181,16 @@ def gpu_listing() -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def _rows(listing: str) -> Iterator[list[str]]:
-    for line in listing.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 3 and all(field.isdecimal() for field in fields):
-            yield fields
+def _index_of(device: str) -> int:
+    return int(device.partition(":")[2] or 0)
+
+
+def _memory_of(listing: str | None, device: str) -> tuple[int, int] | None:
+    return None if listing is None else _memories(listing).get(_index_of(device))
+
+
+def _memories(listing: str) -> dict[int, tuple[int, int]]:
+    """Bytes of each GPU, and free ones."""
+    rows = ([field.strip() for field in line.split(",")] for line in listing.splitlines())
+    whole = (row for row in rows if len(row) == 3 and all(field.isdecimal() for field in row))
+    return {int(index): (int(total) << 20, int(free) << 20) for index, total, free in whole}
