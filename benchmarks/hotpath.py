@@ -10,6 +10,7 @@ which freezes all objects after its start. K = 15, drafted by "ngram", which nee
 - apply: cutting the drafts to the chosen lengths: `update_draft_token_ids`, less its time without honed (median)
 - added: all of `schedule`, `update_from_output` and `update_draft_token_ids` under the policy `static` (so that both schedulers
   do the same), less the same without honed, step by step; and the number of added Python objects
+- plain: the same without honed; machines and their days differ by more than a factor of 2, added / plain by less
 
 Each batch size starts with new schedulers, after a quarter as many uncounted steps. The last line of stdout is JSON.
 """
@@ -62,6 +63,7 @@ def main() -> int:
         "decide_us_p99": {batch: row["decide_us"][1] for batch, row in rows.items()},
         "apply_us_p99": {batch: row["apply_us"][1] for batch, row in rows.items()},
         "added_us_p50": {batch: row["added_us"][0] for batch, row in rows.items()},
+        "added_to_plain": {batch: round(row["added_us"][0] / row["plain_us"][0], 3) for batch, row in rows.items()},
         "added_objects": {batch: row["added_objects"] for batch, row in rows.items()},
         "rows": rows,
         "plan": {"steps": arguments.steps, "model_ms": arguments.model_ms, "k": K},
@@ -71,7 +73,7 @@ def main() -> int:
     }
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    shown = ("log_us_p99", "decide_us_p99", "apply_us_p99", "added_us_p50", "added_objects")
+    shown = ("log_us_p99", "decide_us_p99", "apply_us_p99", "added_us_p50", "added_to_plain", "added_objects")
     print(json.dumps({name: result[name] for name in shown}))
     return 0
 

@@ -69,6 +69,10 @@ class Decider:
         self._random = random.Random(seed)
         self._policy_at_s = 0.0
         self._fallback = "no_policy"
+        self._is_priced = False
+        """Whether the policy's lengths come from prices."""
+        self.reads_contexts = False
+        """Whether decisions depend on the lengths of the requests' contexts, while the policy isn't stale."""
         self._point: OperatingPoint | None = None
         self._rule: LengthRule | None = None
         self._most_tokens = 0  # most tokens of any step so far
@@ -107,15 +111,6 @@ class Decider:
             self._use(tables)
         self._refresh_fallback(now_s)
 
-    @property
-    def reads_contexts(self) -> bool:
-        """Whether decisions depend on the lengths of the requests' contexts."""
-        policy = self._tables.policy
-        return policy is not None and (self._rule is not None or policy.equal_lengths or self._is_priced(policy))
-
-    def _is_priced(self, policy: Policy) -> bool:
-        return policy.kind in ("goodput", "latency") and self._model.is_ready and not self._fallback
-
     def policy_age(self, now_s: float) -> float:
         """Return the seconds since the policy arrived, −1 when there is none."""
         self._refresh_fallback(now_s)
@@ -133,7 +128,10 @@ class Decider:
     def _use(self, tables: PolicyTables) -> None:
         self._tables, self._model = tables, tables.model
         self.requests.use(tables)
-        self._use_rule(tables.policy)
+        policy = tables.policy
+        self._use_rule(policy)
+        self._is_priced = policy is not None and policy.kind in ("goodput", "latency") and tables.model.is_ready
+        self.reads_contexts = self._rule is not None or self._is_priced or (policy is not None and policy.equal_lengths)
 
     def _use_rule(self, policy: Policy | None) -> None:
         if policy is None or policy.kind not in RULES or policy.kind == "static":
@@ -235,7 +233,8 @@ class Decider:
             return self._uniform(request_ids, self.num_spec_tokens, "no_policy", is_exact=True)
         if policy.kind == "off" and self._fallback != "stale_policy":
             return self._uniform(request_ids, self.num_spec_tokens, "off", is_exact=True)
-        if not self._is_priced(policy) or policy.equal_lengths or not request_ids:  # else `RequestBeliefs.search` does it
+        is_priced = self._is_priced and not self._fallback
+        if not is_priced or policy.equal_lengths or not request_ids:  # else `RequestBeliefs.search` does it
             self.requests.expect(request_ids, *noted, are_equal=policy.equal_lengths)
         if self._fallback == "stale_policy":
             return self._uniform(request_ids, static_k, "stale_policy")
@@ -247,7 +246,7 @@ class Decider:
             is_ordered = "draft_tokens" in policy.override
             return self._uniform(request_ids, static_k, "override" if policy.override else "static", is_exact=is_ordered)
         share, chance = policy.explore_share, self._random.random()
-        if not self._model.is_ready:
+        if not self._is_priced:
             if chance >= (max(share, _COLD_EXPLORE_SHARE) if share > 0.0 else 0.0):
                 self._note(request_ids, [static_k] * len(request_ids))
                 return self._uniform(request_ids, static_k, "cold")
@@ -283,8 +282,9 @@ class Decider:
     def _note(self, request_ids: Sequence[str], lengths: list[int]) -> None:
         """Note what a step does, for trials."""
         if count := len(request_ids):
-            self._trials.note(count, any(lengths))
-            self._length_trials.note(count, sum(lengths) / count)
+            num_drafts = sum(lengths)
+            self._trials.note(count, num_drafts > 0)
+            self._length_trials.note(count, num_drafts / count)
 
     def _explore(self, request_ids: Sequence[str], lengths: list[int], cold_length: int | None, policy: Policy) -> list[int]:
         ceilings = self.requests.ceiling[self.requests.slots_of(request_ids)] if self.requests.num_ceilings else None

@@ -62,6 +62,8 @@ class Attachment:
         self._num_spec_tokens: int = scheduler.num_spec_tokens
         self._chain_tokens = block_tokens_of(vllm_config.speculative_config)
         """Draft tokens of the drafter's block: fewer than K where the server was given slots for trees."""
+        self._most_tokens = self._chain_tokens
+        """Most draft tokens of a request: without trees, slots beyond the drafter's block are of no use."""
         self._can_decide = "draft_length" in findings.capabilities and self._num_spec_tokens > 0
         self._is_block_open = can_shorten_block(vllm_config)
         self._can_shorten = self._can_decide and self._is_block_open
@@ -73,6 +75,10 @@ class Attachment:
         self._requests = RequestBook()
         self._decider = Decider(self._num_spec_tokens, vllm_config.scheduler_config.max_num_seqs)
         self._pending_policy: PolicyTables | None = None
+        self._has_news = True
+        """Whether `_take_news` may have anything to do."""
+        self._undecided = "" if self._can_decide else "observe"
+        """Reason why vLLM sets the draft lengths; empty when honed does, unless it has failed too often."""
         self._policy: wire.Policy | None = None
         self._drafter_version = ""
         self._drafting_version = ""
@@ -166,7 +172,8 @@ class Attachment:
     def before_schedule(self) -> None:
         """Apply what arrived since the last step: a policy, commands, results of requests that end. Start the step's clock."""
         self._model_wait.end()
-        self._take_news()
+        if self._has_news:
+            self._take_news()
         if self._are_unequal:
             for request_id, most in self._decider.requests.ending:
                 request = self._scheduler.requests.get(request_id)
@@ -178,18 +185,22 @@ class Attachment:
     def without_requests(self) -> None:
         """Apply news though there is nothing to schedule: with experts spread over replicas, all of them step while one has
         requests."""
-        if self._pending_policy is not None or self.commands.is_pending:
+        if self._has_news:
             self._take_news()
 
     @guarded
     def _take_news(self) -> None:
+        self._has_news = False  # first: what comes from here on must not get lost
         if self._workers.attach():
             self._publisher.reintroduce()
+        self._most_tokens = self._num_spec_tokens if "trees" in self._workers.findings.capabilities else self._chain_tokens
         self._workers.want_draft_ids(self._recorder.is_logging_token_ids)
         if self._pending_policy is not None:
             self._apply_policy()
         if self.commands.is_pending:
             self.commands.run()
+        if self.commands.is_waiting:
+            self._has_news = True
 
     @guarded
     def choose_lengths(self, output: Any) -> None:
@@ -222,7 +233,8 @@ class Attachment:
             padded += output.scheduled_spec_decode_tokens.keys() - self._last_scheduled.keys()
         if scheduled and self._are_drafts_forgotten:
             self._last_scheduled = scheduled if len(self._scheduler.running) > len(scheduled) else None
-        reason, block, lengths = self._why_undecided(), most, None
+        reason = "error" if self._can_decide and self.errors.is_too_many else self._undecided
+        block, lengths = most, None
         if not reason:
             every = max(-(-len(ids) // MOST_NOTED), 1)
             first, contexts = self._step % every, None
@@ -379,28 +391,14 @@ class Attachment:
         self._with_stale_steps = stale
         return {r for r in stale if r in output.num_scheduled_tokens}
 
-    @property
-    def _most_tokens(self) -> int:
-        """Most draft tokens of a request: without trees, slots beyond the drafter's block are of no use."""
-        return self._num_spec_tokens if "trees" in self._workers.findings.capabilities else self._chain_tokens
-
-    def _why_undecided(self) -> str:
-        """Reason why vLLM sets the draft lengths; empty when honed does."""
-        if not self._can_decide:
-            return "observe"
-        if not self._is_off():
-            return ""
-        return "error" if self.errors.is_too_many else "off"
-
-    def _is_off(self) -> bool:
-        return self.errors.is_too_many or (self._policy is not None and self._policy.kind == "off")
-
     def _apply_policy(self) -> None:
         tables, self._pending_policy = self._pending_policy, None
         if tables is None or tables.policy is None:
             return
         policy = self._policy = tables.policy
-        self._table.set_aside(not self._why_undecided())
+        if self._can_decide:
+            self._undecided = "off" if policy.kind == "off" else ""
+        self._table.set_aside(not (self._undecided or self.errors.is_too_many))
         self._decider.use(tables, time.monotonic())
         if "estimates" in self._workers.findings.capabilities:
             self._feed(policy, tables.model)
@@ -408,7 +406,8 @@ class Attachment:
         self._workers.set_capture_share(policy.capture_share, self._drafter_version, idle_since_step)
 
     def _feed(self, policy: wire.Policy, model: StepTimeModel) -> None:
-        is_on, running, config = policy.feeds_estimates and not self._is_off(), self._scheduler.running, self._config
+        is_off = self.errors.is_too_many or policy.kind == "off"
+        is_on, running, config = policy.feeds_estimates and not is_off, self._scheduler.running, self._config
         curves = None
         if is_on and model.is_ready and running:
             curves = cost_curves(
@@ -475,6 +474,7 @@ class Attachment:
 
     def _on_welcome(self, welcome: wire.Welcome) -> None:
         self._recorder.is_logging_token_ids = welcome.log_token_ids
+        self._has_news = True
         if welcome.drafter_version and not self._drafter_generation:
             self._drafter_version = self._drafting_version = welcome.drafter_version
 
@@ -490,6 +490,7 @@ class Attachment:
             self._wake()
 
     def _wake(self) -> None:
+        self._has_news = True
         self._workers.wake(self._take_news)
 
 

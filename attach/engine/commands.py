@@ -82,6 +82,11 @@ class CommandRunner:
         return bool(self._queue) or self._is_under_way or self._is_lease_over()
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether `run` will have something to do though no command comes: one is under way, or a lease will end."""
+        return self._is_under_way or self._lease is not None
+
+    @property
     def _is_under_way(self) -> bool:
         return self._staging is not None or self._hashing is not None
 

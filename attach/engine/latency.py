@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 
 class Latency:
     """The last `size` durations of one kind of work; written by one thread, read by another (a torn read is harmless)."""
 
     def __init__(self, size: int = 4096) -> None:
-        self._ns: npt.NDArray[np.int64] = np.zeros(size, dtype=np.int64)
+        self._ns = [0] * size
         self._count = 0
 
     def record(self, duration_ns: int) -> None:
