@@ -35,6 +35,7 @@ FAULTS = (
     "a candidate that gains on one workload and loses on another",
     "a gate that equal candidates pass by luck",
     "rotary tables an ulp from vLLM's",
+    "a restart of vLLM while a training holds the GPU's memory",
     "active weights damaged at rest",
     "an alias of a version that was removed",
     # draft lengths
