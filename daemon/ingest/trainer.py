@@ -114,6 +114,7 @@ class Trainer:
             "beside_harm": status.beside_harm if status else 0.0,
             "beside_harm_error": status.beside_harm_error if status else 0.0,
             "beside_slow_share": status.beside_slow_share if status else 0.0,
+            "beside_limit": status.beside_limit if status else "",
             "beside_pause": status.beside_pause if status else "",
             "samples_bytes": status.samples_bytes if status else 0,
             "spilled_bytes": status.spilled_bytes if status else 0,

@@ -62,9 +62,12 @@ class TrainerSettings(SampleSettings):
     or as `when` says. Use `[]` for a device that only the trainer uses."""
     when: When = "idle"
     """"idle": while no engine that it yields to has a request. "spare": also beside requests, as long as that slows their
-    steps by less than `latency_budget`, which is measured all the time. "always": it yields to none."""
+    steps by less than `latency_budget` and `p99_budget`, which is measured all the time. "always": it yields to none."""
     latency_budget: float = 0.02
     """With `when = "spare"`: most time that training may add to the steps of serving beside it, as a share of theirs."""
+    p99_budget: float = 0.02
+    """The same for the p99 of steps' times over what they should take. It allows less training than the mean. 10: only the
+    mean counts."""
     nice: int = 5
     """Added to the process's nice level. With a higher value, the current unit takes longer once requests arrive."""
     torch_threads: int = 0
@@ -146,6 +149,7 @@ class TrainerSettings(SampleSettings):
         "preempt_budget_s": Range(0, 60),
         "max_duty": Range(0, 1, excludes_low=True),
         "latency_budget": Range(0, 0.5, excludes_low=True),
+        "p99_budget": Range(0, 10, excludes_low=True),
         "min_training_rows": Range(0),
         **dict.fromkeys(("collect_s", "deadline_s"), SECONDS),
         "max_gate_rows": COUNT,

@@ -17,8 +17,12 @@ training loses by it, not the users.
 A pair counts for the first test if anything was trained in it, whatever stopped it then. It counts for the second only if at
 least half of the share was trained. Bets and estimate follow the last fifty pairs or so.
 
-The mean sees what a median can't: few steps meet a unit of training, and lose much. `slow_share` tells the tail: the share of
-steps, in windows with training, that take longer for what they should take than 99 of 100 without.
+The mean sees what a median can't: few steps meet a unit of training, and lose much. It doesn't see the tail: if one step in a
+hundred meets a unit, the p99 is what such a step takes. So the same two tests bet on the p99. Let q be the p99, without
+training, of steps' times over what they should take, and b its budget. A pair's value is the share of steps above (1 + b)·q in
+the window with training, less the share above q in the other. Its mean is 0 if the p99 grows by b: as many are above as
+should be.
+Traffic that moves both windows' tails, and a q that is a little wrong, move neither test.
 
 Source: Waudby-Smith & Ramdas, arXiv 2010.09686 (bets); Shin, Ramdas & Rinaldo, arXiv 2203.03532 (restarts); Ham et al., arXiv
 2210.08639 (designs whose order is random).
@@ -44,10 +48,13 @@ LEAST_STEPS = 100
 """Steps without training before the first pair."""
 MOST_RATIOS = 4096
 LEAST_RATIOS = 200
+TAIL = 0.01
+"""Share of steps beyond the p99."""
+_TAIL_WIDTH = 0.1
 _FIT_EVERY = 64
 _FORGETTING = 0.9995
 _WIDTH = 4.0
-"""c over the budget."""
+"""c over the budget. For the tail c is `_TAIL_WIDTH`: most windows have far fewer than a tenth of slow steps."""
 _MOST_BET = 0.9
 _PRIOR_PAIRS = 2.0
 _FADE = 1.0 - 1.0 / 50.0
@@ -78,10 +85,14 @@ class StepCosts:
 
 
 class Bets:
-    """Evidence that a mean is above the budget, and that it is below, from values that come one by one."""
+    """Evidence that a mean is above the budget, and that it is below, from values that come one by one.
 
-    def __init__(self, budget: float) -> None:
-        self._budget, self._width = budget, _WIDTH * budget
+    Args:
+        width: c, the distance from the budget at which values are clipped; 0: four times the budget.
+    """
+
+    def __init__(self, budget: float, width: float = 0.0) -> None:
+        self._budget, self._width = budget, width or _WIDTH * budget
         self.forget()
 
     def forget(self) -> None:
@@ -130,20 +141,24 @@ class HarmMeter:
 
     Args:
         budget: tolerated harm, as a share of steps' time.
+        p99_budget: tolerated growth of the p99 of steps' times over what they should take, as a share.
     """
 
-    def __init__(self, budget: float, draw: random.Random | None = None) -> None:
-        self.bets = Bets(budget)
+    def __init__(self, budget: float, p99_budget: float, draw: random.Random | None = None) -> None:
+        self.bets, self.tail = Bets(budget), Bets(TAIL, _TAIL_WIDTH)
+        self._p99_budget = p99_budget
         self._draw = draw or random.Random()
         self._costs: dict[str, StepCosts] = {}
         self._off_ratios: deque[float] = deque(maxlen=MOST_RATIOS)
         self._slow_from = math.inf
         self._on_steps = self._slow_steps = 0.0
-        self._on_ratios: list[float] = []
+        self._ratios: list[float] = []
+        """Of the window's steps: their time over what they should take."""
         self.is_on = False
         """Whether training may run beside requests in this window."""
         self._is_first = True
-        self._seen: dict[bool, tuple[float, float]] = {}
+        self._seen: dict[bool, tuple[float, float, float]] = {}
+        """Of the pair's windows with and without training: cost, share of the time that was trained, and slow steps' share."""
         self._began_ns = 0
         self._taken_s = self._expected_s = self._worked_s = 0.0
         self._length_s = OFF_S[1]
@@ -177,37 +192,37 @@ class HarmMeter:
         if expected_us:
             self._taken_s += row.duration_us / 1e6
             self._expected_s += expected_us / 1e6
-            self._note_ratio(row.duration_us / expected_us)
+            self._ratios.append(row.duration_us / expected_us)
         return self._close(now_ns, duty) if self._taken_s >= self._length_s else None
 
-    def _note_ratio(self, ratio: float) -> None:
-        if self.is_on:
-            self._on_ratios.append(ratio)
-        else:
-            self._off_ratios.append(ratio)
-
-    def _count_slow(self) -> None:
-        """Count the steps of a window with training."""
-        fade = 1.0 - 1.0 / MOST_RATIOS
-        for ratio in self._on_ratios if self._worked_s and len(self._off_ratios) >= LEAST_RATIOS else ():
-            self._on_steps = fade * self._on_steps + 1.0
-            self._slow_steps = fade * self._slow_steps + (ratio > self._slow_from)
-        self._on_ratios.clear()
+    def _slow(self) -> float:
+        """Count the window's steps. Return the share of those whose times are beyond what the p99 may be."""
+        ratios, limit, fade = np.array(self._ratios), self._slow_from, 1.0 - 1.0 / MOST_RATIOS
+        if not self.is_on:
+            self._off_ratios.extend(self._ratios)
+        elif self._worked_s and math.isfinite(limit):
+            for is_slow in (ratios > limit).tolist():
+                self._on_steps = fade * self._on_steps + 1.0
+                self._slow_steps = fade * self._slow_steps + is_slow
+            limit *= 1.0 + self._p99_budget
+        self._ratios.clear()
+        return float((ratios > limit).mean())
 
     def _close(self, now_ns: int, duty: float) -> float | None:
         """End the window, begin the next, and return the pair's harm."""
-        self._seen[self.is_on] = self._taken_s / self._expected_s, self._worked_s / self._taken_s
-        self._count_slow()
-        if not self.is_on and len(self._off_ratios) >= LEAST_RATIOS:
-            self._slow_from = float(np.quantile(self._off_ratios, 0.99))
+        self._seen[self.is_on] = self._taken_s / self._expected_s, self._worked_s / self._taken_s, self._slow()
         harm = None
         if self._is_first:
             self.is_on = not self.is_on
         else:
-            (on, worked), (off, _) = self._seen[True], self._seen[False]
+            (on, worked, slow), (off, _, slow_without) = self._seen[True], self._seen[False]
             if worked:
-                harm = on / off - 1.0
-                self.bets.add(harm, is_whole=worked >= duty / 2)
+                harm, is_whole = on / off - 1.0, worked >= duty / 2
+                self.bets.add(harm, is_whole)
+                if math.isfinite(self._slow_from):
+                    self.tail.add(TAIL + slow - slow_without, is_whole)
+            if len(self._off_ratios) >= LEAST_RATIOS:  # the same for both windows of a pair
+                self._slow_from = float(np.quantile(self._off_ratios, 1.0 - TAIL))
             self.is_on = self._draw.random() < 0.5
             self._seen.clear()
         self._is_first = not self._is_first

@@ -3,8 +3,8 @@
 The share of time that training takes while an engine has requests, its duty, begins at the budget: a device that is divided in
 time gives steps of serving as much less. `HarmMeter` then says what it costs.
 
-    the harm is above the budget        half the duty, and nothing more for five minutes; the third time in an hour: an hour off
-    the harm is below it                more, as far as the estimate and its error allow
+    mean or p99 above its budget   half the duty, and nothing more for five minutes; the third time in an hour: an hour off
+    both below                     more, as far as the mean's estimate and its error allow
     five steps beside training in a row take 1.5 times what they should: none for a second, at once
 
 No unit runs while a request waits for a place in the batch, or where an engine with work has ended no step lately: one that
@@ -39,12 +39,13 @@ class SpareTime:
 
     Args:
         budget: tolerated harm, as a share of the time of serving's steps.
+        p99_budget: tolerated growth of their p99, as a share.
     """
 
-    def __init__(self, budget: float, draw: random.Random | None = None) -> None:
+    def __init__(self, budget: float, p99_budget: float, draw: random.Random | None = None) -> None:
         self._budget, self._draw = budget, draw or random.Random()
         self.duty = budget
-        self.meter = HarmMeter(budget, self._draw)
+        self.meter = HarmMeter(budget, p99_budget, self._draw)
         self.seconds = 0.0
         """Time of training beside requests so far."""
         self._latest: dict[str, StepRow] = {}
@@ -52,6 +53,8 @@ class SpareTime:
         self._holds_until_s = self._off_until_s = self._pauses_until_s = 0.0
         self._alarms_s: deque[float] = deque(maxlen=MOST_ALARMS)
         self._num_slow = 0
+        self.limit = ""
+        """What made the duty fall the last time: "mean" or "p99"."""
         self.harm, self.harm_error = 0.0, budget
         """Latest estimate of what training adds to steps beside it, and its standard error."""
         self._work: deque[tuple[int, int]] = deque(maxlen=64)
@@ -69,7 +72,7 @@ class SpareTime:
     def why_not(self, now_s: float, engines: Collection[str]) -> str:
         """Return why nothing may run now beside the requests of these engines, whatever the credit; empty if it may."""
         if now_s < self._off_until_s:
-            return f"training cost users more than {self._budget:.0%} {MOST_ALARMS} times in an hour: off for an hour"
+            return f"training cost users more than its budget ({self.limit}) {MOST_ALARMS} times in an hour: off for an hour"
         if now_s < self._pauses_until_s:
             return "steps were slow beside training"
         if not self.meter.is_on:
@@ -119,16 +122,19 @@ class SpareTime:
 
     def _decide(self, now_s: float) -> None:
         """Change the duty if the pairs so far say so."""
-        bets, least = self.meter.bets, LEAST_DUTY_SHARE * self._budget
-        if bets.log_harm >= LOG_20:
+        bets, tail, least = self.meter.bets, self.meter.tail, LEAST_DUTY_SHARE * self._budget
+        if max(bets.log_harm, tail.log_harm) >= LOG_20:
+            self.limit = "mean" if bets.log_harm >= LOG_20 else "p99"
             self._alarms_s.append(now_s)
             if len(self._alarms_s) == MOST_ALARMS and now_s - self._alarms_s[0] < HOUR_S:
                 self._off_until_s = now_s + OFF_S
                 self._alarms_s.clear()
             self.duty, self._holds_until_s = max(self.duty / 2, least), now_s + HOLD_S
             bets.forget()
-        elif bets.log_harmless >= LOG_20 and now_s >= self._holds_until_s and self.duty < 1.0:
+            tail.forget()
+        elif min(bets.log_harmless, tail.log_harmless) >= LOG_20 and now_s >= self._holds_until_s and self.duty < 1.0:
             most = max(bets.mean + 2.0 * bets.error, self._budget / MOST_GROWTH)
             if most < self._budget:
                 self.duty = min(self.duty * self._budget / most, 1.0)
                 bets.forget()
+                tail.forget()

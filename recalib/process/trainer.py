@@ -279,6 +279,7 @@ class Trainer:
             beside_harm=spare.harm,
             beside_harm_error=spare.harm_error,
             beside_slow_share=spare.meter.slow_share,
+            beside_limit=spare.limit,
             beside_pause=spare.why_not(now_s, self._yielding.busy.busy_engines),
         )
 

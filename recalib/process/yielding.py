@@ -52,7 +52,7 @@ class Yielding:
         self._unit_began_s = self._stood_by_s = self._rests_until_s = 0.0
         self.is_paused = self._was_working = False
         self.busy = BusyFlags(engines_dir, settings.yields_to if self._is_yielding else ())
-        self.spare = SpareTime(settings.latency_budget) if settings.when == "spare" else None
+        self.spare = SpareTime(settings.latency_budget, settings.p99_budget) if settings.when == "spare" else None
         self.idleness, self.preemptions = Idleness(), Preemptions()
         self._beside_since_s: float | None = None
         """Since when the unit under way has run beside requests."""

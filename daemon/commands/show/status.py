@@ -341,6 +341,8 @@ def beside_line(trainer: Document) -> str:
     """Training beside requests, and what it costs them."""
     seconds, duty, harm, error = (trainer.get(f"beside_{name}") or 0.0 for name in ("seconds", "duty", "harm", "harm_error"))
     cost = f"{100 * duty:.1f} % of their time, steps {100 * harm:+.1f} ± {100 * error:.1f} %"
+    if trainer.get("beside_limit"):
+        cost += f", held back by their {cells.text(trainer['beside_limit'])}"
     why = trainer.get("beside_pause")
     return f"{seconds:,.0f} s beside requests ({cost}{f'; {cells.text(why)}' if why else ''})"
 

@@ -37,6 +37,8 @@ class Device:
     taken_s: float = 0.0
     fair_s: float = 0.0
     rows: list[tuple[str, StepRow]] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    """Of the last run's steps: their time over what such a step takes at the median."""
     number: int = 0
     waiting: int = 0
 
@@ -44,12 +46,14 @@ class Device:
         """Go on. Return the harm meanwhile, and training beside requests as a share of the time with requests."""
         draw, until_s, next_look_s = random.Random(self.seed + self.number), self.now_s + seconds, self.now_s
         taken_s, fair_s, worked_s = self.taken_s, self.fair_s, self.spare.seconds
+        self.ratios.clear()
         while self.now_s < until_s:
             if draw.random() > self.load:
                 self.now_s += draw.expovariate(50.0)
                 self.spare.idle(self.now_s)
             requests = draw.randint(1, 32)
-            fair = (0.008 + 0.0002 * requests) * draw.lognormvariate(0.0, self.noise)
+            typical = 0.008 + 0.0002 * requests
+            fair = typical * draw.lognormvariate(0.0, self.noise)
             began_s, left_s = self.now_s, fair
             while left_s > 0.0:
                 if self.now_s >= next_look_s:
@@ -65,13 +69,14 @@ class Device:
             spent_s = self.now_s - began_s
             row = StepRow(self.number, int(self.now_s * 1e9), int(spent_s * 1e6), 8 * requests, requests, self.waiting)
             self.rows.append(("engine-0", row))
+            self.ratios.append(spent_s / typical)
             self.taken_s, self.fair_s = self.taken_s + spent_s, self.fair_s + fair
         spent = self.taken_s - taken_s
         return spent / (self.fair_s - fair_s) - 1.0, (self.spare.seconds - worked_s) / spent
 
 
-def device(price: float | Callable[[float], float], **more: float) -> Device:
-    spare = SpareTime(BUDGET, draw=random.Random(1))
+def device(price: float | Callable[[float], float], p99_budget: float = 10.0, **more: float) -> Device:
+    spare = SpareTime(BUDGET, p99_budget, draw=random.Random(1))
     return Device(spare, price if callable(price) else lambda _: price, **more)  # type: ignore[arg-type]
 
 
@@ -84,6 +89,21 @@ def test_the_harm_stays_within_the_budget(price: float, load: float) -> None:
     harm, worked = made.run(300.0)
     assert harm < 1.15 * BUDGET
     assert worked > 0.1 * BUDGET / price
+
+
+@pytest.mark.parametrize("price", [0.5, 1.0])
+def test_the_p99_stays_within_its_budget(price: float) -> None:
+    """Where one step in a hundred meets a unit, the p99 is what such a step takes: the mean's budget doesn't see that."""
+    growth, worked = dict[float, float](), dict[float, float]()
+    for p99_budget in (0.02, 10.0):
+        made = device(price, p99_budget)
+        made.run(900.0)
+        _, worked[p99_budget] = made.run(900.0)
+        growth[p99_budget] = float(np.quantile(made.ratios, 0.99)) / math.exp(made.noise * 2.326) - 1.0
+        assert made.spare.limit == ("p99" if p99_budget < 1.0 else "")
+    assert growth[0.02] < 0.025
+    assert growth[10.0] > 0.035
+    assert worked[0.02] > 0.2 * worked[10.0]
 
 
 def test_work_falls_on_steps_of_all_kinds() -> None:
@@ -117,9 +137,10 @@ def test_harm_that_appears_is_answered_within_two_minutes() -> None:
     assert made.spare.duty <= held
 
 
-def test_where_training_costs_nothing_it_gets_the_device() -> None:
-    made = device(0.0)
-    made.run(600.0)
+@pytest.mark.parametrize("p99_budget", [0.02, 10.0])
+def test_where_training_costs_nothing_it_gets_the_device(p99_budget: float) -> None:
+    made = device(0.0, p99_budget)
+    made.run(900.0)
     harm, worked = made.run(120.0)
     assert abs(harm) < 0.01
     assert worked > 0.3

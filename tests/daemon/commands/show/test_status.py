@@ -217,6 +217,8 @@ def test_training_beside_requests_says_what_it_costs() -> None:
     beside = {"beside_seconds": 1234.5, "beside_duty": 0.03, "beside_harm": 0.0123, "beside_harm_error": 0.004}
     line = show.trainer_line(HEALTHY["trainer"] | beside)
     assert line.endswith("1,234 s beside requests (3.0 % of their time, steps +1.2 ± 0.4 %)")
+    limited = show.trainer_line(HEALTHY["trainer"] | beside | {"beside_limit": "p99"})
+    assert limited.endswith("steps +1.2 ± 0.4 %, held back by their p99)")
     held = show.trainer_line(HEALTHY["trainer"] | beside | {"beside_pause": "requests wait for a place in the batch"})
     assert held.endswith("; requests wait for a place in the batch)")
     assert "beside" not in show.trainer_line(HEALTHY["trainer"])
