@@ -115,6 +115,8 @@ class EngineHello(_Message, frozen=True):
     """Tokens of a decode step that full CUDA graphs were captured for, ascending; empty: none, or not known yet."""
     captured_lengths: Sizes = []
     """Draft lengths of these graphs, the same for all requests of a step; empty: any mix."""
+    shortens_block: bool = False
+    """Whether the drafter makes no pass, or no row, for tokens that no request of a step will verify."""
 
 
 class StepColumns(_Message, frozen=True):

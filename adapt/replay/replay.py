@@ -129,7 +129,7 @@ class Replay:
         log: at least one round, or ValueError.
         num_spec_tokens: K; at least the log's longest draft.
         settings: the engine's settings, with its known CUDA graphs; None: the defaults.
-        can_shorten: whether the runner can draft a shorter block (vLLM's V1 does, V2 doesn't); None: judged by the log.
+        can_shorten: whether the engine drafts a shorter block (`EngineHello.shortens_block`); None: judged by the log.
         can_skip: whether a runner that can't shorten can still skip drafting where no request wants any (V2 with DFlash).
         mask: rounds that count in the figures, [R]; None: all. Rules always choose for all rounds.
     """

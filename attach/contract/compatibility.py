@@ -23,6 +23,8 @@ SUPPORTED = ((0, 32), (0, 34))
 
 SHORTENED = ("ngram", "draft_model", "eagle", "eagle3", "mtp", "dflash")
 """Methods whose drafters on V1 take any number of tokens from 0 to K. Source: `propose` in vLLM 0.32 and 0.33."""
+SHORTENED_ON_V2 = ("eagle", "eagle3", "mtp")
+"""Methods whose drafters on V2 make no pass for tokens that aren't asked for. Source: `TargetDependentARSpeculator.propose`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +128,26 @@ def can_shorten_block(vllm_config: Any) -> bool:
 
     Of V1's drafters only some take fewer. The others assert that they are asked for K, which would end the engine, or draft one
     where none is wanted (Step 3.5's MTP). Those that draft all tokens in one pass, such as P-EAGLE, make rows for K of them. Of
-    these only DFlash's can be cut.
+    these only V1's DFlash can be cut.
 
-    V2 always drafts K, and its CUDA graphs need that length. Data-parallel ranks of a model with experts take their steps
-    together: ranks that draft differently often would wait for each other forever. So vLLM switches its own dynamic lengths off
-    there (`config/vllm.py`, `_maybe_disable_dynamic_sd_for_data_parallel`). Other models' replicas are told they are alone.
+    On V2 drafters that draft token after token take fewer, unless each depth has a module of its own. Their graphs may need
+    certain lengths: `graphs.Captured.block_lengths`. The others always draft K.
+
+    Data-parallel ranks of a model with experts take their steps together: ranks that draft differently often would wait for
+    each other forever. So vLLM switches its own dynamic lengths off there (`config/vllm.py`,
+    `_maybe_disable_dynamic_sd_for_data_parallel`). Other models' replicas are told they are alone.
     Under pipeline parallelism several batches are under way at once: drafts of one are fetched while another is planned.
     """
     speculative = vllm_config.speculative_config
     draft_config = getattr(getattr(speculative, "draft_model_config", None), "hf_config", None)
     method = getattr(speculative, "method", "")
-    is_shortened = method in SHORTENED and getattr(draft_config, "model_type", "") != "step3p5_mtp"
+    if vllm_config.use_v2_model_runner:
+        is_shortened = method in SHORTENED_ON_V2 and not getattr(speculative, "use_multi_module_mtp", lambda: False)()
+    else:
+        is_shortened = method in SHORTENED and getattr(draft_config, "model_type", "") != "step3p5_mtp"
     if getattr(speculative, "parallel_drafting", False) and method != "dflash":
         is_shortened = False
-    return is_shortened and not vllm_config.use_v2_model_runner and _is_alone(vllm_config)
+    return is_shortened and _is_alone(vllm_config)
 
 
 def can_skip_draft_pass(vllm_config: Any) -> bool:

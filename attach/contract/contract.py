@@ -76,6 +76,7 @@ _PROPOSER, _SPECULATOR = "v1/spec_decode/dflash.py", "v1/worker/gpu/spec_decode/
 _DFLASH, _DSPARK = "model_executor/models/qwen3_dflash.py", "model_executor/models/qwen3_dspark.py"
 _EAGLE3, _EAGLE3_QWEN3 = "model_executor/models/llama_eagle3.py", "model_executor/models/qwen3_eagle3.py"
 _MTP = "model_executor/models/qwen3_5_mtp.py"
+_V2_AR = "v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py"
 _EAGLE3_V2 = "v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py"
 
 EVENTS: tuple[Clause, ...] = (
@@ -176,6 +177,16 @@ DRAFT_LENGTH: tuple[Clause, ...] = (
     ),
     Method(_CORE, "EngineCore", "post_step", calls=("take_draft_token_ids", "update_draft_token_ids")),
     Method("v1/executor/abstract.py", "Executor", "take_draft_token_ids"),
+    # Drafters that draft token after token leave out passes (compatibility.py), unless a graph holds all of them (graphs.py).
+    Passes(_V2, "GPUModelRunner", "sample_tokens", "propose", ("num_speculative_tokens",)),
+    Method(_V2_AR, "TargetDependentARSpeculator", "propose", ("num_speculative_tokens",)),
+    Attributes(_V2_AR, "TargetDependentARSpeculator", ("decode_cudagraph_manager", "supports_decode_metadata_update")),
+    Attributes("v1/worker/gpu/spec_decode/speculator.py", "DraftModelSpeculator", ("num_speculative_steps",)),
+    Attributes(
+        "v1/worker/gpu/spec_decode/target_dependent_ar/cudagraph_utils.py",
+        "SpeculatorBatchDescriptor",
+        ("num_speculative_tokens",),
+    ),
     # A step without drafts skips the draft pass (idle_drafts.py).
     Method(
         "v1/worker/gpu/spec_decode/dflash/speculator.py",

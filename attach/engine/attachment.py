@@ -247,8 +247,8 @@ class Attachment:
             # Where equal lengths are captured in a graph, a shorter one would lose it.
             self._are_unequal = self._policy is not None and not self._policy.equal_lengths
             if self._can_shorten:
-                block = min(decision.block, output.num_spec_tokens_to_schedule, most)
-                output.num_spec_tokens_to_schedule = block
+                block = self._workers.graphs.block_for(decision.block, most)
+                block = output.num_spec_tokens_to_schedule = min(block, output.num_spec_tokens_to_schedule)
             elif self._can_skip and not decision.block:
                 block = output.num_spec_tokens_to_schedule = 0
         elif self._is_block_open:  # vLLM's own table by batch size may be in force

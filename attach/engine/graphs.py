@@ -5,12 +5,17 @@ lengths, it captures graphs for each. A step runs in one of them when all its re
 take any mix have graphs without a length. Any other step falls back to piecewise graphs, or none. So a controller must know the
 lengths (`captured`), and vLLM's own table, which got them captured, must not choose between them (`LengthTable`).
 
+An EAGLE or MTP drafter makes a pass for each further token. Where one graph holds all these passes, it holds them for a length:
+K, or the lengths of vLLM's table. Other lengths are drafted without a graph, or K tokens are.
+
 Source: `vllm/v1/worker/gpu/cudagraph_utils.py`, `CudaGraphManager._init_candidates`; `vllm/v1/core/sched/scheduler.py`,
-`dynamic_sd_lookup`. Captured shapes in a worker's report, and draft lengths as an argument of capture, would replace this.
+`dynamic_sd_lookup`; `spec_decode/target_dependent_ar/cudagraph_utils.py`, `specialize_spec_tokens`. Captured shapes in a
+worker's report, and draft lengths as an argument of capture, would replace this.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Any, NamedTuple
 
 
@@ -21,6 +26,16 @@ class Captured(NamedTuple):
     """Tokens of a step that they were captured for, ascending: a step between two of them is padded."""
     lengths: list[int]
     """Their draft lengths, ascending, the same for all requests of a step; empty: any mix, or there are no graphs."""
+    block_lengths: list[int]
+    """Lengths beyond 1, ascending, that the drafter's passes after the first have a graph for; empty: any length is drafted as
+    well as any other."""
+
+    def block_for(self, length: int, most: int) -> int:
+        """Return the shortest block of so many draft tokens or more that the drafter drafts at full speed; at most `most`."""
+        if length < 2 or not self.block_lengths:
+            return length
+        at = bisect_left(self.block_lengths, length)
+        return min(self.block_lengths[at], most) if at < len(self.block_lengths) else most
 
 
 def captured(model_runner: Any) -> Captured:
@@ -30,7 +45,16 @@ def captured(model_runner: Any) -> Captured:
     # A request's row is one known token and its drafts.
     lengths = {shape.uniform_token_count - 1 for shape in shapes if shape.uniform_token_count}
     is_any_mix = any(shape.uniform_token_count is None for shape in shapes)
-    return Captured(sorted({shape.num_tokens for shape in shapes}), [] if is_any_mix else sorted(lengths))
+    token_counts = sorted({shape.num_tokens for shape in shapes})
+    return Captured(token_counts, [] if is_any_mix else sorted(lengths), _block_lengths(model_runner))
+
+
+def _block_lengths(model_runner: Any) -> list[int]:
+    drafter: Any = getattr(model_runner, "speculator", None)
+    graphs = getattr(getattr(drafter, "decode_cudagraph_manager", None), "graphs", None)
+    if not graphs or not getattr(drafter, "supports_decode_metadata_update", False):  # a graph holds one pass
+        return []
+    return sorted({getattr(shape, "num_speculative_tokens", drafter.num_speculative_steps) for shape in graphs})
 
 
 class LengthTable:

@@ -7,6 +7,7 @@ from typing import Any
 
 from honed.adapt.models.drafter_tensor_names import METHODS
 from honed.adapt.protocol import wire
+from honed.attach.contract.compatibility import can_shorten_block
 from honed.attach.contract.model_files import draft_folder, folder_of
 from honed.attach.engine.environment import AttachSettings
 from honed.attach.engine.worker_link import WorkerLink
@@ -43,6 +44,7 @@ def introduce(
         features=settings.feature_kind,
         captured_tokens=workers.graphs.token_counts,
         captured_lengths=workers.graphs.lengths,
+        shortens_block=can_shorten_block(vllm_config),
     )
 
 

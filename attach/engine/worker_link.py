@@ -48,7 +48,7 @@ class WorkerLink:
         self._counted_step = 0
         self._is_feeding = False
         self._fed_curves: tuple[Curve, Curve] | None = None
-        self.graphs = Captured([], [])
+        self.graphs = Captured([], [], [])
         self.captured: dict[str, float] = {}
         """Rows, skipped and non-finite rows, requests with media, and errors of the capture, as of the last call."""
 

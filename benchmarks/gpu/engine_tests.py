@@ -34,6 +34,7 @@ FILES: list[Chosen] = [
     ("v1", "tests/e2e/test_trees.py", []),
     ("v2-async", "tests/e2e/test_cuda_graphs.py", []),
     ("v2-async", "tests/e2e/test_v2_only.py", ["-m", "runners"]),
+    ("v2-async", "tests/e2e/test_v2_passes.py", []),
     ("v2-async", "tests/e2e/test_runner_swaps.py", ["-m", "runners"]),
     ("v2-async", "tests/e2e/test_runner_contract.py", ["-m", "runners"]),
     ("v2-async", "tests/e2e/test_delivered.py", ["-m", "runners"]),

@@ -163,7 +163,7 @@ def replay(database: Path, question: Question) -> Document:
         num_spec_tokens,
         question.seed,
         settings,
-        can_shorten=hello.runner != "v2" if hello else None,
+        can_shorten=hello.shortens_block if hello else None,
         can_skip=hello is not None and hello.method in ("dflash", "dspark"),
         mask=_mask(log, question.workload),
     )

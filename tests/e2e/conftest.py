@@ -9,7 +9,7 @@ import pytest
 from tests.e2e import triton_on_cpu
 from tests.e2e.engine import IS_CUDA, IS_SLOW, IS_V2, TestEngine, engine
 
-collect_ignore = ([] if IS_V2 else ["test_v2_only.py"]) + ([] if IS_CUDA else ["test_cuda_graphs.py"])
+collect_ignore = ([] if IS_V2 else ["test_v2_only.py", "test_v2_passes.py"]) + ([] if IS_CUDA else ["test_cuda_graphs.py"])
 
 if IS_SLOW:
     triton_on_cpu.install()

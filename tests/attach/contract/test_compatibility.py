@@ -10,6 +10,7 @@ import pytest
 
 from honed.attach.contract.compatibility import (
     SHORTENED,
+    SHORTENED_ON_V2,
     can_shorten_block,
     can_skip_draft_pass,
     check,
@@ -206,6 +207,45 @@ def test_what_is_said_of_drafters_is_so_in_vllms_code() -> None:
     for method, module in proposers.items():
         source = inspect.getsource(importlib.import_module(f"vllm.v1.spec_decode.{module}"))
         assert ("assert num_speculative_tokens ==" in source) == (method not in SHORTENED), method
+
+
+@pytest.mark.parametrize(
+    ("method", "has_modules", "replicas", "can"),
+    [
+        *((method, False, 1, True) for method in SHORTENED_ON_V2),
+        *((method, False, 1, False) for method in ("dflash", "dspark", "draft_model", "ngram_gpu", "extract_hidden_states")),
+        ("mtp", True, 1, False),
+        ("eagle3", False, 2, False),
+    ],
+)
+def test_on_v2_a_block_is_shortened_where_a_token_is_a_pass(method: str, has_modules: bool, replicas: int, can: bool) -> None:
+    given = config(method)
+    given.use_v2_model_runner, given.parallel_config.data_parallel_size = True, replicas
+    given.speculative_config.use_multi_module_mtp = lambda: has_modules
+    assert can_shorten_block(given) == can
+    given.speculative_config.parallel_drafting = True
+    assert not can_shorten_block(given), "one pass drafts them all"
+
+
+def test_what_is_said_of_drafters_on_v2_is_so_in_vllms_code() -> None:
+    pytest.importorskip("vllm")
+    import importlib
+
+    speculators = {
+        "eagle3": "eagle.speculator.EagleSpeculator",
+        "mtp": "mtp.speculator.MTPSpeculator",
+        "gemma4": "gemma4.speculator.Gemma4Speculator",
+        "draft_model": "standalone_ar.speculator.StandaloneARSpeculator",
+        "modules": "multi_module_mtp.speculator.MultiModuleMTPSpeculator",
+        "dflash": "dflash.speculator.DFlashSpeculator",
+    }
+    shortened = set()
+    for name, path in speculators.items():
+        module, _, owner = path.rpartition(".")
+        speculator = getattr(importlib.import_module(f"vllm.v1.worker.gpu.spec_decode.{module}"), owner)
+        if "if num_speculative_tokens <= 1:" in inspect.getsource(speculator.propose):
+            shortened.add(name)
+    assert shortened == {"eagle3", "mtp", "gemma4"}
 
 
 def test_where_nothing_is_drafted_no_length_is_chosen() -> None:

@@ -29,11 +29,11 @@ def test_lengths_are_those_that_all_requests_of_a_graph_have() -> None:
             Shape(8, 8), Shape(16, 8), Shape(4, 4), Shape(1, 1), Shape(32, 4, num_active_loras=2), Shape(64, 8, num_ubatches=2)
         )
     )
-    assert found == Captured([1, 4, 8, 16], [0, 3, 7])
+    assert found == Captured([1, 4, 8, 16], [0, 3, 7], [])
 
 
 def test_graphs_that_take_any_mix_leave_the_lengths_open() -> None:
-    assert captured(runner(Shape(8), Shape(16), Shape(4, 4))) == Captured([4, 8, 16], [])
+    assert captured(runner(Shape(8), Shape(16), Shape(4, 4))) == Captured([4, 8, 16], [], [])
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,40 @@ def test_graphs_that_take_any_mix_leave_the_lengths_open() -> None:
     [SimpleNamespace(), SimpleNamespace(cudagraph_manager=None), SimpleNamespace(cudagraph_manager=SimpleNamespace())],
 )
 def test_without_graphs_there_are_none(without: Any) -> None:
-    assert captured(without) == Captured([], [])
+    assert captured(without) == Captured([], [], [])
+
+
+@pytest.mark.parametrize(
+    ("holds_all_passes", "lengths", "found"),
+    [(True, (None,), [7]), (True, (3, 7), [3, 7]), (False, (None,), []), (True, (), [])],
+    ids=["one length", "the table's lengths", "a graph for each pass", "no graphs"],
+)
+def test_blocks_are_of_lengths_that_the_drafters_graphs_hold(
+    holds_all_passes: bool, lengths: tuple[int | None, ...], found: list[int]
+) -> None:
+    """vLLM's own shapes: a length is named where its table has several."""
+    pytest.importorskip("vllm")
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+    from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorBatchDescriptor
+
+    shape = BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=8, num_reqs=8, uniform_token_count=1)
+    shapes = [shape if k is None else SpeculatorBatchDescriptor(**vars(shape), num_speculative_tokens=k) for k in lengths]
+    drafter = SimpleNamespace(
+        num_speculative_steps=7,
+        supports_decode_metadata_update=holds_all_passes,
+        decode_cudagraph_manager=SimpleNamespace(graphs=dict.fromkeys(shapes)),
+    )
+    assert captured(SimpleNamespace(speculator=drafter)).block_lengths == found
+
+
+@pytest.mark.parametrize(
+    ("lengths", "wanted"),
+    [([], [0, 1, 2, 3, 4, 7]), ([3, 7], [0, 1, 3, 3, 7, 7]), ([7], [0, 1, 7, 7, 7, 7]), ([3], [0, 1, 3, 3, 7, 7])],
+)
+def test_a_block_is_no_shorter_than_what_is_verified(lengths: list[int], wanted: list[int]) -> None:
+    """The first token needs no further pass, and K tokens are what vLLM drafts by itself."""
+    assert [Captured([], [], lengths).block_for(length, 7) for length in (0, 1, 2, 3, 4, 7)] == wanted
 
 
 def test_vllms_table_stands_aside_and_comes_back() -> None:

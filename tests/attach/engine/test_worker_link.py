@@ -19,7 +19,7 @@ class Engine:
     """Ranks that answer as they are told to."""
 
     def __init__(self, *answers: dict[str, Any]) -> None:
-        self.answers = list(answers) or [{"graphs": ([], []), "dropped": []}]
+        self.answers = list(answers) or [{"graphs": ([], [], []), "dropped": []}]
         self.asked: list[tuple[str, tuple[Any, ...]]] = []
         self.failing = ""
         self.failure: Exception = engine_hook.RankError("AttributeError: no such layer")
@@ -40,18 +40,18 @@ def link(engine: Engine | None, monkeypatch: pytest.MonkeyPatch, *capabilities: 
 
 
 def test_what_the_workers_tell_is_news_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine({"graphs": ([1, 8], [0, 7]), "dropped": []}, {"graphs": ([], []), "dropped": []})
+    engine = Engine({"graphs": ([1, 8], [0, 7], [7]), "dropped": []}, {"graphs": ([], [], []), "dropped": []})
     made = link(engine, monkeypatch, "capture", "swap")
     assert made.attach()
-    assert made.graphs == Captured([1, 8], [0, 7])
+    assert made.graphs == Captured([1, 8], [0, 7], [7])
     assert engine.asked[0][1][0]["wanted"] == ["capture", "swap"]
     assert not made.attach()
     assert [method for method, _ in engine.asked] == ["honed_attach", "honed_begin"]
 
 
 def test_what_one_rank_cannot_do_is_dropped_for_all_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = {"graphs": ([], []), "dropped": [(("capture", "swap"), "capture and swap are off: no drafter")]}
-    engine = Engine({"graphs": ([], []), "dropped": []}, refused, refused)
+    refused = {"graphs": ([], [], []), "dropped": [(("capture", "swap"), "capture and swap are off: no drafter")]}
+    engine = Engine({"graphs": ([], [], []), "dropped": []}, refused, refused)
     made = link(engine, monkeypatch, "capture", "swap", "estimates")
     assert made.attach()
     assert made.findings.capabilities == ("events", "estimates")
