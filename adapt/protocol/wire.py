@@ -522,7 +522,7 @@ class TrainerStatus(_Message, frozen=True):
     beside_slow_share: Amount = 0.0
     """Share of steps beside training that are slower than 99 of 100 without."""
     beside_limit: Text = ""
-    """What made that share fall the last time: "mean" or "p99" of the steps' times; empty if nothing did."""
+    """What made that share fall: "mean" or "p99" of the steps' times; empty if it has grown since."""
     beside_pause: Text = ""
     """Why nothing may run beside requests now; empty if it may."""
     device: Name = ""

@@ -118,7 +118,7 @@ class TrainerView(BaseModel):
     beside_slow_share: float
     """Share of steps beside training that are slower than 99 of 100 without."""
     beside_limit: str
-    """What made beside_duty fall the last time: "mean" or "p99" of the steps' times; empty if nothing did."""
+    """What made beside_duty fall: "mean" or "p99" of the steps' times; empty if it has grown since."""
     beside_pause: str
     """Why nothing may run beside requests now; empty if it may."""
 

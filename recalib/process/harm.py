@@ -153,12 +153,12 @@ class HarmMeter:
         self._slow_from = math.inf
         self._on_steps = self._slow_steps = 0.0
         self._ratios: list[float] = []
-        """Of the window's steps: their time over what they should take."""
+        """Time of each of the window's steps, over what it should take."""
         self.is_on = False
         """Whether training may run beside requests in this window."""
         self._is_first = True
         self._seen: dict[bool, tuple[float, float, float]] = {}
-        """Of the pair's windows with and without training: cost, share of the time that was trained, and slow steps' share."""
+        """Cost, share of the time that was trained, and share of slow steps, of the pair's windows with and without training."""
         self._began_ns = 0
         self._taken_s = self._expected_s = self._worked_s = 0.0
         self._length_s = OFF_S[1]

@@ -54,7 +54,7 @@ class SpareTime:
         self._alarms_s: deque[float] = deque(maxlen=MOST_ALARMS)
         self._num_slow = 0
         self.limit = ""
-        """What made the duty fall the last time: "mean" or "p99"."""
+        """What made the duty fall: "mean" or "p99"; empty if it has grown since."""
         self.harm, self.harm_error = 0.0, budget
         """Latest estimate of what training adds to steps beside it, and its standard error."""
         self._work: deque[tuple[int, int]] = deque(maxlen=64)
@@ -135,6 +135,6 @@ class SpareTime:
         elif min(bets.log_harmless, tail.log_harmless) >= LOG_20 and now_s >= self._holds_until_s and self.duty < 1.0:
             most = max(bets.mean + 2.0 * bets.error, self._budget / MOST_GROWTH)
             if most < self._budget:
-                self.duty = min(self.duty * self._budget / most, 1.0)
+                self.duty, self.limit = min(self.duty * self._budget / most, 1.0), ""
                 bets.forget()
                 tail.forget()

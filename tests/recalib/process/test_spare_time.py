@@ -38,7 +38,7 @@ class Device:
     fair_s: float = 0.0
     rows: list[tuple[str, StepRow]] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
-    """Of the last run's steps: their time over what such a step takes at the median."""
+    """Time of each of the last run's steps, over what such a step takes at the median."""
     number: int = 0
     waiting: int = 0
 
