@@ -158,7 +158,7 @@ class HarmMeter:
         """Whether training may run beside requests in this window."""
         self._is_first = True
         self._seen: dict[bool, tuple[float, float, float]] = {}
-        """Cost, share of the time that was trained, and share of slow steps, of the pair's windows with and without training."""
+        """Cost, share of the time that was trained, and of slow steps, of the pair's windows with and without training."""
         self._began_ns = 0
         self._taken_s = self._expected_s = self._worked_s = 0.0
         self._length_s = OFF_S[1]
