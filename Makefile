@@ -98,6 +98,8 @@ test-runners: setup
 # vLLM imports torchvision with every model that takes images. Its wheel isn't for the CPU build, so it stays out of .venv.
 build/zoo/torchvision: | $(STAMP)
 	@$(BIN)/python -m pip install --quiet --no-deps --target build/zoo torchvision==0.28.0
+build/speculators: | $(STAMP)
+	@$(BIN)/python -m pip install --quiet --no-deps --target build/speculators speculators==0.9.0 hs-connectors==0.9.0
 test-zoo: setup build/zoo/torchvision
 	@echo "== pairs of every published kind at toy size, on a running vLLM with honed (some 25 minutes on two cores)"
 	@$(BIN)/python -m tests.zoo
@@ -162,11 +164,12 @@ contract: setup
 	@$(BIN)/python -m pytest tests/attach/contract/test_contract.py
 
 # Every benchmark is one module of benchmarks/, which says in its docstring what it measures and how long it takes.
-BENCHMARKS := decide hotpath scrape regret trees trees-replay kernels against-vllm canary fleet gate swap capture yield busy overhead recalib adapt
+BENCHMARKS := decide hotpath scrape regret trees trees-replay kernels against-vllm canary fleet gate swap capture yield busy overhead recalib adapt against-speculators
 MODULE_kernels := kernel_bench
 MODULE_yield := latency.yielding
 MODULE_busy := latency.busy
 MODULE_trees-replay := simulated.trees_replay
+MODULE_against-speculators := peers.against_speculators
 bench: $(BENCHMARKS:%=bench-%)
 
 # ONLY="kernels time-slices" runs these parts, RESUME=1 those that have no good result in the result file.
@@ -177,6 +180,7 @@ gpu: setup
 bench-scrape bench-regret bench-trees bench-trees-replay bench-kernels bench-against-vllm bench-canary bench-gate: export OMP_NUM_THREADS = 1
 bench-scrape bench-regret bench-trees bench-trees-replay bench-kernels bench-against-vllm bench-canary bench-gate: export OPENBLAS_NUM_THREADS = 1
 bench-recalib: build/zoo/torchvision
+bench-against-speculators: build/speculators
 bench-%: setup
 	@echo "== benchmarks/$(or $(MODULE_$*),$(subst -,_,$*)).py"
 	@$(BIN)/python -m benchmarks.$(or $(MODULE_$*),$(subst -,_,$*))
