@@ -1,18 +1,19 @@
-"""honed's training of a DFlash drafter against speculators' 0.9: acceptance and speed on the same samples.
+"""honed's training of drafters against speculators' 0.9: acceptance and speed on the same samples.
 
-Both start from the tiny drafter, which knows domain A, and learn domain B's text as the target emitted it: the same samples,
+Both start from the same drafter, which knows domain A, and learn domain B's text as the target emitted it: the same samples,
 the same anchors, the same number of updates, AdamW with honed's rates. honed learns the emitted tokens ("ce"), its default.
 speculators learns the target's distribution there ("kl_div"), its default; and "ce" once more. honed also trains in its own
 default scope, `kv-frozen`, which leaves out what cached keys and values depend on. Then honed's evaluator counts both
 drafters' acceptance on held-out texts.
 
     acceptance_ratio   acceptance length of honed's (all weights) over that of speculators', with its default loss
-    speed_ratio        tokens trained per second, by the median of the micro-steps, which take turns
-    gradients          largest difference of the first micro-step's gradients of "ce", over the largest gradient of the tensor.
-                       speculators' loss is scaled by the sum of the positions' weights over their number
+    speed_ratio        tokens trained per second, by the medians of the micro-steps, which take turns
+    gradients          largest difference of the first micro-step's gradients of "ce", over the largest gradient of the tensor,
+                       for DFlash with all words; speculators' are scaled by the number of positions over the sum of their weights
 
-The pairs: the target's whole vocabulary, and a drafter's own head of its most frequent words. A bar is missed where a ratio's
-median over the seeds is below `BARS`. The last line of stdout is JSON.
+The pairs: DFlash with the target's whole vocabulary, and with a head of its own of its most frequent words; and EAGLE-3, where
+every emitted token is an anchor, if `python -m benchmarks.make_pairs eagle3` has made the pair in build/pairs. A bar is missed
+where a ratio's median over the seeds is below `BARS`. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -35,25 +36,29 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from benchmarks.make_pairs.kinds import reduce_vocabulary
-from benchmarks.make_tiny.continuations import aux_hidden_states, told
+from benchmarks.make_tiny.continuations import NUM_EMITTED_TOKENS, aux_hidden_states, told
 from benchmarks.make_tiny.prompts import read_prompts
-from benchmarks.peers.speculators_dflash import VERSION, SpeculatorsDFlash
+from benchmarks.peers.speculators_side import VERSION, Speculators, SpeculatorsDFlash, SpeculatorsEagle3
 from benchmarks.server.measured import commit, hardware
 from benchmarks.server.processes import ROOT, ProcessError
 from honed.recalib.config.training import TrainingSettings
 from honed.recalib.drafter.checkpoint import load_drafter
-from honed.recalib.drafter.dflash import DFlashDrafter
+from honed.recalib.drafter.drafter import Drafter
+from honed.recalib.drafter.eagle3 import Eagle3Drafter
 from honed.recalib.gate.evaluate import expected_acceptance_length
-from honed.recalib.samples.sample import TrainingSample, pack
+from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.training import losses
 from honed.recalib.training.micro_step import MicroTrainer
 
 TINY, RESULTS = ROOT / "benchmarks" / "tiny", ROOT / "benchmarks" / "results"
+EAGLE3 = ROOT / "build" / "pairs" / "eagle3" / "drafter"
 BARS = {"acceptance_ratio": 0.98, "speed_ratio": 1.0}
 WORDS_SHARE = 0.25
 """The reduced vocabulary's share of the target's."""
 ANCHORS, SAMPLES = 32, 4
 """Of a micro-step."""
+EAGLE3_TOKENS = 5
+"""Draft tokens that the EAGLE-3 drafter is served with."""
 
 
 @torch.inference_mode()
@@ -79,48 +84,69 @@ def samples_of(model: Qwen3ForCausalLM, path: Path, most: int) -> list[TrainingS
     return found
 
 
-def anchors_of(
-    samples: Sequence[TrainingSample], k: int, generator: torch.Generator
-) -> Tensor:  # [N] rows of the packed samples
-    """Draw anchors in the emitted text, each with a whole block after it."""
+def anchors_of(samples: Sequence[TrainingSample], k: int) -> Tensor:  # [N] rows of the packed samples
+    """Find the anchors in the emitted text that have a whole block after them."""
     rows, start = [], 0
     for sample in samples:
         rows.append(torch.arange(start + sample.num_prompt_tokens, start + sample.num_tokens - k - 1))
         start += sample.num_tokens
-    eligible = torch.cat(rows)
-    return eligible[torch.randperm(len(eligible), generator=generator)[:ANCHORS]].sort().values
+    return torch.cat(rows)
+
+
+class Ours:
+    """honed's trainer, on as many of the features' columns as the drafter reads."""
+
+    def __init__(self, drafter: Drafter, settings: TrainingSettings) -> None:
+        self.drafter, self._trainer = drafter, MicroTrainer(drafter, settings)
+
+    def step(self, samples: Sequence[TrainingSample], anchors: Tensor, remaining: float) -> int:
+        """Do one micro-step; return the trained tokens."""
+        read = [read_by(self.drafter, sample) for sample in samples]
+        return self._trainer.step(read, anchors.tolist(), remaining=remaining).num_tokens
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients since the last update."""
+        return {name: p.grad for name, p in self.drafter.named_parameters() if p.grad is not None}
+
+
+def read_by(drafter: Drafter, sample: TrainingSample) -> TrainingSample:
+    """The sample as this drafter's engine would have captured it."""
+    return replace(sample, features=sample.features[:, : drafter.config.feature_size])
 
 
 class Trained:
-    """One contender's drafter in training."""
+    """One contender's drafter in training; it is honed's where there is no loss of speculators'."""
 
-    def __init__(self, drafter: DFlashDrafter, settings: TrainingSettings, model: Qwen3ForCausalLM, loss: str) -> None:
-        self.seconds: list[float] = []
-        self.drafter, self.k = drafter, drafter.config.num_draft_tokens
-        is_ours = loss == ""
-        self.ours = MicroTrainer(drafter, settings) if is_ours else None
-        self.theirs = None if is_ours else SpeculatorsDFlash(drafter, model, settings, loss)
+    def __init__(self, drafter: Drafter, settings: TrainingSettings, model: Qwen3ForCausalLM, loss: str = "") -> None:
+        self._drafter, self._rates = drafter, list[float]()
+        theirs = SpeculatorsEagle3 if isinstance(drafter, Eagle3Drafter) else SpeculatorsDFlash
+        self._side: Ours | Speculators = theirs(drafter, model, settings, loss) if loss else Ours(drafter, settings)
 
     def step(self, samples: Sequence[TrainingSample], anchors: Tensor, remaining: float) -> None:
         """Do a micro-step, and time it."""
         began_s = time.perf_counter()
-        if self.ours is not None:
-            self.ours.step(samples, anchors.tolist(), remaining=remaining)
-        elif self.theirs is not None:
-            self.theirs.step(pack(list(samples)), anchors, remaining)
-        self.seconds.append(time.perf_counter() - began_s)
+        num_tokens = self._side.step(samples, anchors, remaining)
+        self._rates.append(num_tokens / (time.perf_counter() - began_s))
 
-    def finished(self) -> DFlashDrafter:
-        """Return the drafter as trained."""
-        if self.theirs is not None:
-            self.theirs.copy_to(self.drafter)
-        return self.drafter
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens trained per second in the median micro-step."""
+        return statistics.median(self._rates)
+
+    def acceptance_length(self, held_out: Sequence[TrainingSample]) -> float:
+        """Of the drafter as trained."""
+        if isinstance(self._side, Speculators):
+            self._side.copy_to(self._drafter)
+        return acceptance_length(self._drafter, held_out)
 
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of an unfinished update, by name."""
-        if self.theirs is not None:
-            return self.theirs.gradients()
-        return {name: p.grad for name, p in self.drafter.named_parameters() if p.grad is not None}
+        return self._side.gradients()
+
+
+def acceptance_length(drafter: Drafter, held_out: Sequence[TrainingSample]) -> float:
+    """Count a drafter's acceptance on held-out texts."""
+    return expected_acceptance_length(drafter, [read_by(drafter, sample) for sample in held_out]).acceptance_length()
 
 
 def compare(
@@ -131,56 +157,48 @@ def compare(
     updates: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Train all contenders from the drafter in this folder; return acceptance lengths and seconds a micro-step."""
-    settings = TrainingSettings(scope="full", anchors_per_micro_step=ANCHORS, break_share=1.0, seed=seed)
+    """Train all contenders from the drafter in this folder; return acceptance lengths and rates."""
 
-    def load() -> DFlashDrafter:
-        drafter = load_drafter(folder, TINY / "target")
-        assert isinstance(drafter, DFlashDrafter)
-        return drafter
+    def load() -> Drafter:
+        return load_drafter(folder, TINY / "target", num_draft_tokens=EAGLE3_TOKENS if folder == EAGLE3 else 0)
 
+    start = load()
+    k, trains_all = start.config.num_draft_tokens, isinstance(start, Eagle3Drafter)
+    most = SAMPLES * NUM_EMITTED_TOKENS if trains_all else ANCHORS
+    settings = TrainingSettings(scope="full", anchors_per_micro_step=most, break_share=1.0, seed=seed)
     contenders = {
-        "honed": Trained(load(), settings, model, ""),
+        "honed": Trained(load(), settings, model),
         "speculators": Trained(load(), settings, model, "kl_div"),
-        "honed, kv-frozen": Trained(load(), replace(settings, scope="kv-frozen"), model, ""),
+        "honed, kv-frozen": Trained(load(), replace(settings, scope="kv-frozen"), model),
         "speculators, ce": Trained(load(), settings, model, "ce"),
     }
-    before = expected_acceptance_length(load(), held_out).acceptance_length()
-    generator = torch.Generator().manual_seed(seed)
+    generator, gradients = torch.Generator().manual_seed(seed), None
     micro_steps = updates * settings.micro_steps_per_update
-    gradients: float | None = None
     for number in range(micro_steps):
         chosen = [learned[i] for i in torch.randint(len(learned), (SAMPLES,), generator=generator).tolist()]
-        anchors = anchors_of(chosen, contenders["honed"].k, generator)
+        anchors = anchors_of(chosen, k)
+        anchors = anchors[torch.randperm(len(anchors), generator=generator)[:most]].sort().values
         names = [*contenders][number % len(contenders) :] + [*contenders][: number % len(contenders)]
         for name in names:
             contenders[name].step(chosen, anchors, 1.0 - number / micro_steps)
-        if not number:
-            gradients = difference(contenders["honed"], contenders["speculators, ce"], settings.decay_tokens)
-    found = {name: expected_acceptance_length(one.finished(), held_out).acceptance_length() for name, one in contenders.items()}
-    seconds = {name: statistics.median(one.seconds) for name, one in contenders.items()}
-    tokens = ANCHORS * contenders["honed"].k
+        if not number and start.words is None:
+            scale = k / float(losses.position_weights(k, settings.decay_tokens).sum())
+            gradients = difference(contenders["honed"].gradients(), contenders["speculators, ce"].gradients(), scale)
+    found = {name: one.acceptance_length(held_out) for name, one in contenders.items()}
     return {
-        "before": round(before, 4),
+        "before": round(acceptance_length(start, held_out), 4),
         "acceptance": {name: round(length, 4) for name, length in found.items()},
-        "tokens_per_s": {name: round(tokens / spent) for name, spent in seconds.items()},
+        "tokens_per_s": {name: round(one.tokens_per_s) for name, one in contenders.items()},
         "acceptance_ratio": round(found["honed"] / found["speculators"], 4),
-        "speed_ratio": round(seconds["speculators"] / seconds["honed"], 4),
+        "speed_ratio": round(contenders["honed"].tokens_per_s / contenders["speculators"].tokens_per_s, 4),
         "gradients": gradients,
     }
 
 
-def difference(ours: Trained, theirs: Trained, decay_tokens: float) -> float | None:
-    """Largest difference of gradients over the largest gradient of the tensor; None where the two losses differ.
-
-    With words of its own a drafter learns nothing of others from honed, and their most likely replacement from speculators.
-    """
-    if ours.drafter.words is not None:
-        return None
-    scale = ours.k / float(losses.position_weights(ours.k, decay_tokens).sum())
-    found, others = ours.gradients(), theirs.gradients()
-    assert found.keys() == others.keys()
-    apart = max(float((found[name] - scale * others[name]).abs().max() / found[name].abs().max()) for name in found)
+def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor], scale: float) -> float:
+    """Largest difference of gradients over the largest gradient of the tensor, theirs scaled."""
+    assert ours.keys() == theirs.keys()
+    apart = max(float((ours[name] - scale * theirs[name]).abs().max() / ours[name].abs().max()) for name in ours)
     return float(f"{apart:.2g}")
 
 
@@ -202,7 +220,9 @@ def run(seeds: Sequence[int], updates: int, most: int) -> dict[str, Any]:
     print(f"{len(learned)} samples, {len(held_out)} held out, {updates} updates of {2 * ANCHORS} blocks", flush=True)
     pairs: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="honed-bench-") as scratch:
-        folders = {"full": TINY / "drafter", "reduced": reduced(Path(scratch) / "reduced", learned)}
+        folders = {"dflash": TINY / "drafter", "dflash, reduced vocabulary": reduced(Path(scratch) / "reduced", learned)}
+        if EAGLE3.exists():
+            folders["eagle3"] = EAGLE3
         for name, folder in folders.items():
             runs = []
             for seed in seeds:
@@ -217,9 +237,9 @@ def run(seeds: Sequence[int], updates: int, most: int) -> dict[str, Any]:
 def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=100, help="updates of each training")
+    parser.add_argument("--updates", type=int, default=60, help="updates of each training")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each pair")
-    parser.add_argument("--prompts", type=int, default=160, help="most prompts to learn from, and held out")
+    parser.add_argument("--prompts", type=int, default=96, help="most prompts to learn from, and held out")
     parser.add_argument("--out", type=Path, default=None, help="result file (default: benchmarks/results)")
     arguments = parser.parse_args()
     try:
