@@ -9,7 +9,7 @@ drafters' acceptance on held-out texts.
     acceptance_ratio   acceptance length of honed's (all weights) over that of speculators', with its default loss
     speed_ratio        tokens trained per second, by the medians of the micro-steps, which take turns
     gradients          largest difference of the first micro-step's gradients of "ce", over the largest gradient of the tensor,
-                       for DFlash with all words; speculators' are scaled by the number of positions over the sum of their weights
+                       for DFlash with all words; speculators' are scaled by the number of positions over their weights' sum
 
 The pairs: DFlash with the target's whole vocabulary, and with a head of its own of its most frequent words; and EAGLE-3, where
 every emitted token is an anchor, if `python -m benchmarks.make_pairs eagle3` has made the pair in build/pairs. A bar is missed
