@@ -56,7 +56,7 @@ BARS = {"acceptance_ratio": 0.98, "speed_ratio": 1.0}
 WORDS_SHARE = 0.25
 """The reduced vocabulary's share of the target's."""
 ANCHORS, SAMPLES = 32, 4
-"""Of a micro-step."""
+"""Anchors and samples of a micro-step."""
 EAGLE3_TOKENS = 5
 """Draft tokens that the EAGLE-3 drafter is served with."""
 
@@ -134,7 +134,7 @@ class Trained:
         return statistics.median(self._rates)
 
     def acceptance_length(self, held_out: Sequence[TrainingSample]) -> float:
-        """Of the drafter as trained."""
+        """Count the trained drafter's acceptance."""
         if isinstance(self._side, Speculators):
             self._side.copy_to(self._drafter)
         return acceptance_length(self._drafter, held_out)
