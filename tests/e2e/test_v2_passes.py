@@ -5,6 +5,7 @@ Collected where V2 runs only (conftest.py).
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from honed.daemon.install.vllm_args import table_for
 from tests.e2e.engine import IS_CUDA, TARGET, engine, held_out
 from tests.e2e.logged import set_policy
 from tests.e2e.swapping import worker_of
-from tests.e2e.test_runner_contract import NUM_PROMPTS
+from tests.e2e.test_engine_modes import completions, grammar
+from tests.e2e.test_runner_contract import MAX_TOKENS, NUM_PROMPTS, prompts
 from tests.e2e.test_v2_only import drafted_at
 
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
@@ -67,6 +69,18 @@ def test_an_eagle3_drafter_makes_no_pass_for_tokens_that_nobody_verifies(
         both = always.keys() & others.keys()
         assert len(both) >= 6
         assert [others[at] for at in both] == [always[at][: len(others[at])] for at in both]
+
+
+def test_a_grammar_holds_while_blocks_grow_and_shrink(speculative: dict[str, Any], tmp_path: Path) -> None:
+    from vllm import SamplingParams
+
+    asked = [SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, **grammar())] * NUM_PROMPTS
+    with engine(None, max_num_seqs=NUM_PROMPTS, speculative_config=None) as stock:
+        plain = completions(stock, prompts(), asked)
+    drafter_dir = Path(speculative["model"])
+    with engine(tmp_path / "run", drafter=drafter_dir, max_num_seqs=NUM_PROMPTS, speculative_config=speculative) as running:
+        assert completions(running, prompts(), asked, itertools.cycle((MOST, 1, 0, 2))) == plain
+        assert running.honed.errors.count == 0
 
 
 @pytest.mark.gpu
