@@ -29,7 +29,7 @@ from benchmarks.server import vllm_server
 from benchmarks.server.attached_server import Attached, attached
 from benchmarks.server.client_load import play, read_prompts
 from benchmarks.server.honed_side import POLICY_S, engine_of
-from benchmarks.server.measured import commit, hardware
+from benchmarks.server.measured import commit, hardware, keep
 from benchmarks.server.processes import ROOT, ProcessError
 from benchmarks.server.vllm_server import NUM_DRAFT_TOKENS
 from honed.adapt.control.settings import ControllerSettings
@@ -37,7 +37,6 @@ from honed.daemon.client.client import AdminError
 
 Document = dict[str, Any]
 
-RESULTS = ROOT / "benchmarks" / "results"
 CONCURRENCY = 16
 REQUESTS = 48
 MAX_TOKENS = 96
@@ -61,10 +60,7 @@ def main() -> int:
     except (ProcessError, AdminError, OSError, httpx2.HTTPError) as error:
         print(f"capture: {error}", file=sys.stderr)
         return 1
-    out = arguments.out or RESULTS / f"capture-{time.strftime('%Y-%m-%d')}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {out}")
+    keep(result, "capture", arguments.out)
     print(
         json.dumps({key: result[key] for key in ("throughput_ratio", "interval", "by_the_clock", "rows_per_token")}), flush=True
     )

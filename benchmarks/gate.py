@@ -15,12 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.server.measured import commit, hardware
-from benchmarks.server.processes import ROOT
+from benchmarks.server.measured import commit, hardware, keep
 from benchmarks.simulated.gate_procedure import acceptance_length, simulate
 from honed.recalib.gate.gate import GateSettings
 
-RESULTS = ROOT / "benchmarks" / "results"
 SESSIONS = (6, 8, 12, 20, 40)
 CHANGES = (0.0, 0.05, 0.1, 0.2, 0.4)
 """True gains, in log-odds of acceptance."""
@@ -55,10 +53,7 @@ def main() -> int:
         "commit": commit(),
         "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    out = arguments.out or RESULTS / f"gate-{time.strftime('%Y-%m-%d')}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {out}")
+    keep(result, "gate", arguments.out)
     print(json.dumps({name: result[name] for name in ("equal_passed", "gains", "runs")}), flush=True)
     return 0
 

@@ -35,14 +35,13 @@ from benchmarks.demo.figures import toml
 from benchmarks.server import vllm_server
 from benchmarks.server.client_load import Prompt, play, read_prompts
 from benchmarks.server.honed_side import POLICY_S, engine_of, start_daemon, vllm_args, wait_attached
-from benchmarks.server.measured import commit, hardware
+from benchmarks.server.measured import commit, hardware, keep
 from benchmarks.server.processes import ROOT, ProcessError, Processes, free_port
 from benchmarks.server.vllm_server import NUM_DRAFT_TOKENS, Counters, Server
 from honed.daemon.client.client import AdminClient, AdminError
 
 Document = dict[str, Any]
 
-RESULTS = ROOT / "benchmarks" / "results"
 LEVELS = (1, 16)
 BOOTSTRAPS = 4000
 
@@ -84,10 +83,7 @@ def main() -> int:
     except (ProcessError, AdminError, OSError, httpx2.HTTPError) as error:
         print(f"overhead: {error}", file=sys.stderr)
         return 1
-    out = arguments.out or RESULTS / f"overhead-{time.strftime('%Y-%m-%d')}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {out}")
+    keep(result, "overhead", arguments.out)
     shown = ("throughput_ratio", "log_us", "decide_us", "decision", "idle_cpu_share")
     print(json.dumps({key: result[key] for key in shown}), flush=True)
     return 0

@@ -33,7 +33,7 @@ from benchmarks.server import vllm_server
 from benchmarks.server.attached_server import Attached, attached
 from benchmarks.server.client_load import Prompt, differing, play, read_prompts
 from benchmarks.server.honed_side import caught_up, engine_of
-from benchmarks.server.measured import commit, hardware, percentile
+from benchmarks.server.measured import commit, hardware, keep, percentile
 from benchmarks.server.processes import ROOT, ProcessError
 from honed.adapt.protocol import wire
 from honed.daemon.client.client import FINISHED, AdminClient, AdminError
@@ -42,7 +42,6 @@ from honed.recalib.registry.registry import Registry
 
 Document = dict[str, Any]
 
-RESULTS = ROOT / "benchmarks" / "results"
 STREAMS = 16
 MAX_TOKENS = 64
 BETWEEN_S = 0.3
@@ -65,10 +64,7 @@ def main() -> int:
     except (ProcessError, AdminError, OSError, httpx2.HTTPError) as error:
         print(f"swap: {error}", file=sys.stderr)
         return 1
-    out = arguments.out or RESULTS / f"swap-{time.strftime('%Y-%m-%d')}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {out}")
+    keep(result, "swap", arguments.out)
     shown = ("pause_ms", "pause_steps", "stall_steps", "step_ms", "swaps", "greedy_identical", "requests_failed")
     print(json.dumps({key: result[key] for key in shown}), flush=True)
     return 0 if result["greedy_identical"] and not result["requests_failed"] else 1

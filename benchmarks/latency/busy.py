@@ -36,13 +36,12 @@ import httpx2
 from benchmarks.server import vllm_server
 from benchmarks.server.attached_server import Attached, attached
 from benchmarks.server.client_load import REQUEST_TIMEOUT_S, Prompt, play, read_prompts, request_of
-from benchmarks.server.measured import commit, hardware, percentile
+from benchmarks.server.measured import commit, hardware, keep, percentile
 from benchmarks.server.processes import ROOT, ProcessError
 from honed.daemon.client.client import FINISHED, AdminError
 
 Document = dict[str, Any]
 
-RESULTS = ROOT / "benchmarks" / "results"
 TINY = ROOT / "benchmarks" / "tiny"
 LOADS = (30, 60, 90)
 BOOTSTRAPS = 1000
@@ -103,10 +102,7 @@ def main() -> int:
     except (ProcessError, AdminError, OSError, httpx2.HTTPError) as error:
         print(f"busy: {error}", file=sys.stderr)
         return 1
-    out = arguments.out or RESULTS / f"busy-{time.strftime('%Y-%m-%d')}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {out}")
+    keep(result, "busy", arguments.out)
     loads = result["loads"]
     names = ("recalibrated", "seconds", *(f"{name}_ratio" for name in FIGURES), "same_twice", "trainer")
     print(json.dumps({name: {load: one[name] for load, one in loads.items()} for name in names}), flush=True)

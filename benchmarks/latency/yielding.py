@@ -38,13 +38,12 @@ import httpx2
 from benchmarks.server import vllm_server
 from benchmarks.server.attached_server import Attached, attached
 from benchmarks.server.client_load import REQUEST_TIMEOUT_S, Prompt, play, read_prompts, request_of
-from benchmarks.server.measured import commit, hardware, percentile, stolen_s, stolen_since
+from benchmarks.server.measured import commit, hardware, keep, percentile, stolen_s, stolen_since
 from benchmarks.server.processes import ROOT, ProcessError
 from honed.daemon.client.client import AdminError
 
 Document = dict[str, Any]
 
-RESULTS = ROOT / "benchmarks" / "results"
 TINY = ROOT / "benchmarks" / "tiny"
 BOOTSTRAPS = 2000
 SETTLE_S = 0.5
@@ -99,10 +98,7 @@ def main() -> int:
     except (ProcessError, AdminError, OSError, httpx2.HTTPError) as error:
         print(f"yielding: {error}", file=sys.stderr)
         return 1
-    out = arguments.out or RESULTS / f"yield-{time.strftime('%Y-%m-%d')}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {out}")
+    keep(result, "yield", arguments.out)
     shown = ("preempt_ms", "preempt_computing_ms", "itl_p99_ratio", "itl_p99_ratio_interval", "itl_p99_ratio_pinned", "itl_ms")
     last = {key: result[key] for key in (*shown, "preemptions", "requests_failed")}
     counted = {n: f"{result[n]['pairs']} of {result[n]['all_pairs']['pairs']}" for n in ("shared", "pinned")}

@@ -108,11 +108,17 @@ def told(model: PreTrainedModel, prompts: list[Prompt], batch_sequences: int = 1
 
 @torch.inference_mode()
 def as_sample(
-    model: PreTrainedModel, drafter: DFlashDrafter, prompt: Prompt, emitted: list[int], workload: str
+    model: PreTrainedModel, drafter: DFlashDrafter | None, prompt: Prompt, emitted: list[int], workload: str
 ) -> TrainingSample:
-    """Make the sample that a server would have captured for this request: fused features."""
+    """Make the sample that a server would have captured for this request: features fused for the drafter, or unfused ones."""
     ids = torch.tensor([*prompt.token_ids, *emitted])
-    features = drafter.fuse(aux_hidden_states(model, ids[None])[0])
+    features = aux_hidden_states(model, ids[None])[0]
     return TrainingSample(
-        features, ids, torch.arange(len(ids)), prompt.session, workload, num_prompt_tokens=len(prompt.token_ids)
+        features if drafter is None else drafter.fuse(features),
+        ids,
+        torch.arange(len(ids)),
+        prompt.session,
+        workload,
+        num_prompt_tokens=len(prompt.token_ids),
+        is_fused=drafter is not None,
     )

@@ -58,8 +58,10 @@ def read_prompts(path: Path, tokenizer: Tokenizer) -> list[Prompt]:
     return [Prompt(row["session"], tuple(tokenizer.encode(row["prompt"]).ids)) for row in rows]
 
 
-def samples_of(model: PreTrainedModel, drafter: DFlashDrafter, prompts: list[Prompt], workload: str) -> list[TrainingSample]:
-    """Make the samples that a server would capture while it answers these prompts greedily."""
+def samples_of(
+    model: PreTrainedModel, drafter: DFlashDrafter | None, prompts: list[Prompt], workload: str
+) -> list[TrainingSample]:
+    """Make the samples that a server would capture while it answers these prompts greedily; without a drafter, unfused ones."""
     samples: list[TrainingSample] = []
     for length in sorted({len(p.token_ids) for p in prompts}):
         of_length = [p for p in prompts if len(p.token_ids) == length]

@@ -32,14 +32,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from benchmarks.make_pairs.kinds import reduce_vocabulary
-from benchmarks.make_tiny.continuations import NUM_EMITTED_TOKENS, aux_hidden_states, told
-from benchmarks.make_tiny.prompts import read_prompts
+from benchmarks.make_tiny.continuations import NUM_EMITTED_TOKENS
+from benchmarks.make_tiny.prompts import read_prompts, samples_of
 from benchmarks.peers.speculators_side import VERSION, Speculators, SpeculatorsDFlash, SpeculatorsEagle3
-from benchmarks.server.measured import commit, hardware
+from benchmarks.server.measured import commit, hardware, keep
 from benchmarks.server.processes import ROOT, ProcessError
 from honed.recalib.config.training import TrainingSettings
 from honed.recalib.drafter.checkpoint import load_drafter
@@ -50,7 +51,7 @@ from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.training import losses
 from honed.recalib.training.micro_step import MicroTrainer
 
-TINY, RESULTS = ROOT / "benchmarks" / "tiny", ROOT / "benchmarks" / "results"
+TINY = ROOT / "benchmarks" / "tiny"
 EAGLE3 = ROOT / "build" / "pairs" / "eagle3" / "drafter"
 BARS = {"acceptance_ratio": 0.98, "speed_ratio": 1.0}
 WORDS_SHARE = 0.25
@@ -59,29 +60,6 @@ ANCHORS, SAMPLES = 32, 4
 """Anchors and samples of a micro-step."""
 EAGLE3_TOKENS = 5
 """Draft tokens that the EAGLE-3 drafter is served with."""
-
-
-@torch.inference_mode()
-def samples_of(model: Qwen3ForCausalLM, path: Path, most: int) -> list[TrainingSample]:
-    """The target's answers to the first prompts of a file, with unfused features."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
-    by_length: dict[int, list[Any]] = {}
-    for prompt in read_prompts(path, tokenizer)[:most]:
-        by_length.setdefault(len(prompt.token_ids), []).append(prompt)
-    found = []
-    for prompts in by_length.values():
-        for prompt, emitted in told(model, prompts):
-            ids = torch.tensor([*prompt.token_ids, *emitted])
-            features = aux_hidden_states(model, ids[None])[0].clone()
-            count = len(prompt.token_ids)
-            found.append(
-                TrainingSample(
-                    features, ids, torch.arange(len(ids)), prompt.session, "b", num_prompt_tokens=count, is_fused=False
-                )
-            )
-    return found
 
 
 def anchors_of(samples: Sequence[TrainingSample], k: int) -> Tensor:  # [N] rows of the packed samples
@@ -97,16 +75,12 @@ class Ours:
     """honed's trainer, on as many of the features' columns as the drafter reads."""
 
     def __init__(self, drafter: Drafter, settings: TrainingSettings) -> None:
-        self.drafter, self._trainer = drafter, MicroTrainer(drafter, settings)
+        self.model, self._trainer = drafter, MicroTrainer(drafter, settings)
 
     def step(self, samples: Sequence[TrainingSample], anchors: Tensor, remaining: float) -> int:
         """Do one micro-step; return the trained tokens."""
-        read = [read_by(self.drafter, sample) for sample in samples]
+        read = [read_by(self.model, sample) for sample in samples]
         return self._trainer.step(read, anchors.tolist(), remaining=remaining).num_tokens
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Gradients since the last update."""
-        return {name: p.grad for name, p in self.drafter.named_parameters() if p.grad is not None}
 
 
 def read_by(drafter: Drafter, sample: TrainingSample) -> TrainingSample:
@@ -140,8 +114,8 @@ class Trained:
         return acceptance_length(self._drafter, held_out)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients of an unfinished update, by name."""
-        return self._side.gradients()
+        """Gradients of an unfinished update, by name, which both sides share."""
+        return {name: p.grad for name, p in self._side.model.named_parameters() if p.grad is not None}
 
 
 def acceptance_length(drafter: Drafter, held_out: Sequence[TrainingSample]) -> float:
@@ -215,8 +189,9 @@ def reduced(folder: Path, learned: Sequence[TrainingSample]) -> Path:
 def run(seeds: Sequence[int], updates: int, most: int) -> dict[str, Any]:
     """Compare both pairs, once a seed."""
     model = Qwen3ForCausalLM.from_pretrained(TINY / "target", dtype=torch.float32).eval()
-    learned = samples_of(model, TINY / "traffic_b.jsonl", most)
-    held_out = samples_of(model, TINY / "prompts_b.jsonl", most)
+    tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
+    files = TINY / "traffic_b.jsonl", TINY / "prompts_b.jsonl"
+    learned, held_out = (samples_of(model, None, read_prompts(path, tokenizer)[:most], "b") for path in files)
     print(f"{len(learned)} samples, {len(held_out)} held out, {updates} updates of {2 * ANCHORS} blocks", flush=True)
     pairs: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="honed-bench-") as scratch:
@@ -258,9 +233,7 @@ def main() -> int:
         "commit": commit(),
         "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    out = arguments.out or RESULTS / f"against-speculators-{time.strftime('%Y-%m-%d')}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    keep(result, "against-speculators", arguments.out)
     shown = {name: {key: one[key] for key in (*BARS, "spread")} for name, one in pairs.items()}
     print(json.dumps({"pairs": shown}))
     return 0 if all(one[bar] >= least for one in pairs.values() for bar, least in BARS.items()) else 1

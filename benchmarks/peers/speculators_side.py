@@ -72,10 +72,6 @@ class Speculators(ABC):
     def _forward(self, samples: Sequence[TrainingSample], anchors: Tensor) -> tuple[Tensor, int]:
         """Return the loss, and how many tokens it is of."""
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Gradients since the last update, by the names of honed's drafter."""
-        return {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad and p.grad is not None}
-
     def copy_to(self, drafter: Drafter) -> None:
         """Copy the weights to a drafter of honed's."""
         theirs = dict(self.model.named_parameters())

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.server.processes import ROOT
 
+RESULTS = ROOT / "benchmarks" / "results"
 STEAL = 7
 """Index of stolen time among a core's figures in /proc/stat (proc(5))."""
 
@@ -63,3 +66,11 @@ def percentile(values: Sequence[float], share: float) -> float:
     """Return the smallest value that at least `share` of them don't exceed."""
     ordered = sorted(values)
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
+
+
+def keep(result: Mapping[str, Any], name: str, out: Path | None = None) -> None:
+    """Write a result to benchmarks/results, under its benchmark's name and today's date, or to `out`; say where."""
+    out = out or RESULTS / f"{name}-{time.strftime('%Y-%m-%d')}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"written to {out}")
