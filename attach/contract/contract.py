@@ -77,7 +77,6 @@ _DFLASH, _DSPARK = "model_executor/models/qwen3_dflash.py", "model_executor/mode
 _EAGLE3, _EAGLE3_QWEN3 = "model_executor/models/llama_eagle3.py", "model_executor/models/qwen3_eagle3.py"
 _MTP = "model_executor/models/qwen3_5_mtp.py"
 _V2_AR = "v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py"
-_EAGLE3_V2 = "v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py"
 
 EVENTS: tuple[Clause, ...] = (
     Constant("plugins/__init__.py", "", "DEFAULT_PLUGINS_GROUP", "vllm.general_plugins"),
@@ -298,7 +297,7 @@ WORKERS: tuple[Clause, ...] = (
     Attributes(_DFLASH, "DFlashQwen3ForCausalLM", ("model",)),
     Method(_DFLASH, "DFlashQwen3ForCausalLM", "combine_hidden_states", first=("hidden_states",)),
     Attributes("v1/spec_decode/eagle.py", "EagleProposer", ("model",)),
-    Attributes(_EAGLE3_V2, "TargetDependentARSpeculator", ("model",)),
+    Attributes(_V2_AR, "TargetDependentARSpeculator", ("model",)),
     *(Attributes(file, owner, ("model",)) for file, owner in _EAGLE3_MODELS),
     Attributes(_MTP, "Qwen3_5MTP", ("model",)),
     Attributes(_MTP, "Qwen3_5MultiTokenPredictor", ("fc", "layers", "norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")),
@@ -336,11 +335,11 @@ CAPTURE: tuple[Clause, ...] = (
                 "num_rejected",
             ),
         )
-        for file, owner in ((_SPECULATOR, "DFlashSpeculator"), (_EAGLE3_V2, "TargetDependentARSpeculator"))
+        for file, owner in ((_SPECULATOR, "DFlashSpeculator"), (_V2_AR, "TargetDependentARSpeculator"))
     ),
     Attributes(_SPECULATOR, "DFlashSpeculator", ("hidden_states",)),
     Attributes("v1/worker/gpu/spec_decode/dspark/speculator.py", "DSparkSpeculator", ("hidden_states",)),
-    Attributes(_EAGLE3_V2, "TargetDependentARSpeculator", ("hidden_states",)),
+    Attributes(_V2_AR, "TargetDependentARSpeculator", ("hidden_states",)),
     Attributes(
         "v1/worker/gpu/input_batch.py",
         "InputBatch",

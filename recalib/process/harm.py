@@ -21,8 +21,7 @@ The mean sees what a median can't: few steps meet a unit of training, and lose m
 hundred meets a unit, the p99 is what such a step takes. So the same two tests bet on the p99. Let q be the p99, without
 training, of steps' times over what they should take, and b its budget. A pair's value is the share of steps above (1 + b)·q in
 the window with training, less the share above q in the other. Its mean is 0 if the p99 grows by b: as many are above as
-should be.
-Traffic that moves both windows' tails, and a q that is a little wrong, move neither test.
+should be. Traffic that moves both windows' tails, and a q that is a little wrong, move neither test.
 
 Source: Waudby-Smith & Ramdas, arXiv 2010.09686 (bets); Shin, Ramdas & Rinaldo, arXiv 2203.03532 (restarts); Ham et al., arXiv
 2210.08639 (designs whose order is random).
@@ -172,6 +171,11 @@ class HarmMeter:
         """Return a step's time over what it should take; 1 if that isn't known."""
         expected_us = self._costs[engine_id].expected_us(row) if engine_id in self._costs else 0.0
         return row.duration_us / expected_us if expected_us else 1.0
+
+    def forget(self) -> None:
+        """Weigh anew: the duty has changed."""
+        self.bets.forget()
+        self.tail.forget()
 
     def worked(self, seconds: float) -> None:
         """Note time of training beside requests."""

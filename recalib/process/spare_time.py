@@ -130,11 +130,9 @@ class SpareTime:
                 self._off_until_s = now_s + OFF_S
                 self._alarms_s.clear()
             self.duty, self._holds_until_s = max(self.duty / 2, least), now_s + HOLD_S
-            bets.forget()
-            tail.forget()
+            self.meter.forget()
         elif min(bets.log_harmless, tail.log_harmless) >= LOG_20 and now_s >= self._holds_until_s and self.duty < 1.0:
             most = max(bets.mean + 2.0 * bets.error, self._budget / MOST_GROWTH)
             if most < self._budget:
                 self.duty, self.limit = min(self.duty * self._budget / most, 1.0), ""
-                bets.forget()
-                tail.forget()
+                self.meter.forget()
