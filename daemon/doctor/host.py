@@ -14,6 +14,7 @@ from pathlib import Path
 from honed.daemon.doctor.check import Check
 from honed.daemon.settings.filesystem import IN_MEMORY, filesystem_of, folder_in_memory
 from honed.daemon.settings.settings import Settings
+from honed.recalib.config.compiler import c_compiler, lacks_for_kernels
 
 DRIVER = "/dev/nvidiactl"
 FREE_BYTES = 1 << 30
@@ -171,29 +172,16 @@ def check_torch(device: str, *, is_connected: bool = False) -> Iterator[Check]:
         if_so = " if a training fits there" if meant != device and meant != "cpu" else ""
         yield Check("trainer", "ok", f"PyTorch is there; trains on {meant}{if_so}")
         if meant.startswith("cuda"):
-            yield from check_compiler(os.environ.get("CC", ""), Path(sysconfig.get_path("include")))
+            yield check_compiler(Path(sysconfig.get_path("include")))
 
 
-def check_compiler(named: str, headers: Path) -> Iterator[Check]:
-    """Check that kernels can be compiled: Triton builds a Python module in C for each.
-
-    Args:
-        named: the variable CC, which Triton uses.
-        headers: folder of Python.h.
-    """
-    compilers = (named,) if named else ("gcc", "clang")
-    found = next((path for name in compilers if (path := shutil.which(name))), None)
-    missing = []
-    if found is None:
-        missing.append(f"no C compiler ({' or '.join(compilers)})" + (", which CC names" if named else ""))
-    if not (headers / "Python.h").is_file():
-        missing.append(f"no {headers / 'Python.h'}")
-    if missing:
-        text = f"there is {' and '.join(missing)}: training on CUDA must compile kernels and fails"
+def check_compiler(headers: Path) -> Check:
+    """Check that kernels can be compiled, with Python.h of this folder."""
+    if lacks := lacks_for_kernels(headers):
+        text = f"there is {' and '.join(lacks)}: training on CUDA must compile kernels and fails"
         cure = f"Debian: `apt install gcc python{sysconfig.get_python_version()}-dev`; other systems have similar names."
-        yield Check("trainer's compiler", "error", text, cure)
-    else:
-        yield Check("trainer's compiler", "ok", f"{found}, and Python's headers")
+        return Check("trainer's compiler", "error", text, cure)
+    return Check("trainer's compiler", "ok", f"{c_compiler()}, and Python's headers")
 
 
 def _size(path: Path) -> int:

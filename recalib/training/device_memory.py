@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import torch
 
+from honed.recalib.config.compiler import lacks_for_kernels
 from honed.recalib.config.memory import GIB, in_words, usable_bytes
 
 AUTO = "auto"
@@ -34,8 +35,8 @@ def check_gpu(device: torch.device) -> None:
     Raises:
         DeviceError: nothing compiles its kernels, or less than LEAST_BYTES are free, as far as `nvidia-smi` says.
     """
-    if not os.environ.get("CC") and not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        raise DeviceError("no C compiler is here, which Triton needs for kernels: install gcc and Python's headers")
+    if lacks := lacks_for_kernels(Path(sysconfig.get_path("include"))):
+        raise DeviceError(f"there is {' and '.join(lacks)}, which kernels are compiled with: install gcc and Python's headers")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     query = ("nvidia-smi", f"--id={visible}", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
     try:

@@ -139,16 +139,18 @@ def test_a_trainer_without_pytorch_or_gpu(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_trainer_on_cuda_needs_a_compiler_and_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = only(doctor_host.check_compiler("", tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    found = doctor_host.check_compiler(tmp_path)
     assert found.level == "error"
     assert f"there is no C compiler (gcc or clang) and no {tmp_path}/Python.h: training on CUDA" in found.text
     assert "apt install gcc python3." in found.cure
     (tmp_path / "Python.h").write_text("")
-    assert "Python.h" not in only(doctor_host.check_compiler("", tmp_path)).text
+    assert "Python.h" not in doctor_host.check_compiler(tmp_path).text
     (tmp_path / "clang").write_text("")
     (tmp_path / "clang").chmod(0o755)
-    assert only(doctor_host.check_compiler("", tmp_path)).level == "ok"
-    assert "no C compiler (icc), which CC names:" in only(doctor_host.check_compiler("icc", tmp_path)).text
+    assert doctor_host.check_compiler(tmp_path).level == "ok"
+    monkeypatch.setenv("CC", "icc")
+    assert "no C compiler (icc), which CC names:" in doctor_host.check_compiler(tmp_path).text
     monkeypatch.setattr(doctor_host.os.path, "exists", lambda path: True)
     assert [check.subject for check in doctor_host.check_torch("cuda")] == ["trainer", "trainer's compiler"]
     assert [check.subject for check in doctor_host.check_torch("cpu")] == ["trainer"]

@@ -105,7 +105,10 @@ def test_a_gpu_without_a_compiler_is_left_alone(tmp_path: Path, monkeypatch: pyt
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(DeviceError, match="install gcc"):
         check_gpu(torch.device("cuda"))
-    monkeypatch.setenv("CC", "/opt/clang")
+    program = tmp_path / "other"
+    program.write_text("")
+    program.chmod(0o755)
+    monkeypatch.setenv("CC", str(program))
     check_gpu(torch.device("cuda"))
 
 
