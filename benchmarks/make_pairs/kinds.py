@@ -16,6 +16,7 @@ from torch import Tensor
 
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.drafter.checkpoint import load_target_head
+from honed.recalib.drafter.drafter import Vocabulary
 from honed.recalib.drafter.eagle3 import Eagle3Drafter
 
 WEIGHTS = "model.safetensors"
@@ -60,7 +61,7 @@ def fresh_eagle3(target: Path, raw: dict[str, Any], words: Tensor | None = None)
     """Make an EAGLE-3 drafter with random weights for the target."""
     head = load_target_head(target)
     lm_head = head.lm_head if words is None else head.lm_head[words]
-    return Eagle3Drafter(DrafterConfig.from_json(raw), head.embed_tokens, lm_head, words)
+    return Eagle3Drafter(DrafterConfig.from_json(raw), Vocabulary(head.embed_tokens, lm_head, words))
 
 
 def write_eagle3(drafter: Eagle3Drafter, folder: Path, raw: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> None:

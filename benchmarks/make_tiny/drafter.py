@@ -17,7 +17,7 @@ from benchmarks.make_tiny.target import matrix_products
 from benchmarks.make_tiny.tokens import MASK_TOKEN_ID, VOCAB_SIZE
 from honed.recalib.drafter.checkpoint import load_target_head, save_drafter
 from honed.recalib.drafter.dflash import DFlashDrafter, DrafterConfig
-from honed.recalib.drafter.drafter import Drafter
+from honed.recalib.drafter.drafter import Drafter, Vocabulary
 from honed.recalib.training import losses
 
 TARGET_LAYER_IDS = (1, 3, 4, 5)
@@ -54,7 +54,7 @@ def fresh_drafter(target_dir: Path, seed: int = 0, raw: dict[str, Any] | None = 
     """Make a drafter with random weights for the target, of the config.json above or another."""
     torch.manual_seed(seed)
     head = load_target_head(target_dir)
-    drafter = DFlashDrafter(DrafterConfig.from_json(raw or drafter_json()), head.embed_tokens, head.lm_head)
+    drafter = DFlashDrafter(DrafterConfig.from_json(raw or drafter_json()), Vocabulary(head.embed_tokens, head.lm_head))
     for name, parameter in drafter.named_parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.02 if "down_proj" not in name and "o_proj" not in name else 0.008)

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.drafter.dflash import DFlashDrafter
+from honed.recalib.drafter.drafter import Vocabulary
 from honed.recalib.drafter.new_drafter import drafter_config
 
 _QWEN3 = {
@@ -93,22 +94,22 @@ def write_drafter(folder: Path, shape: str, device: torch.device, seed: int = 0)
 
 def make_drafter(shape: str, device: torch.device, shared_dtype: torch.dtype, seed: int = 0) -> DFlashDrafter:
     """Make the same as a float32 module on a device, with an embedding and a head of that type."""
-    config, *_ = _parts(shape, torch.device("meta"))
+    config, _ = _parts(shape, torch.device("meta"))
     generator = torch.Generator(device).manual_seed(seed)
     size = torch.Size((config.vocab_size, config.hidden_size))
     shared = [_random(size, generator, device).to(shared_dtype) for _ in range(2)]
     with device:
-        drafter = DFlashDrafter(config, *shared)
+        drafter = DFlashDrafter(config, Vocabulary(*shared))
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.copy_(_random(parameter.shape, generator, device))
     return drafter
 
 
-def _parts(shape: str, device: torch.device) -> tuple[DrafterConfig, torch.Tensor, torch.Tensor]:
+def _parts(shape: str, device: torch.device) -> tuple[DrafterConfig, Vocabulary]:
     config = DrafterConfig.from_json(drafter_json(shape))
     size = (config.vocab_size, config.hidden_size)
-    return config, torch.empty(size, device=device), torch.empty(size, device=device)
+    return config, Vocabulary(torch.empty(size, device=device), torch.empty(size, device=device))
 
 
 def _random(size: torch.Size, generator: torch.Generator, device: torch.device) -> torch.Tensor:

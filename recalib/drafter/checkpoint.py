@@ -23,7 +23,7 @@ from honed.recalib.config.drafter import DrafterConfig, Experts
 from honed.recalib.config.presets import completed
 from honed.recalib.config.speculators import flat, nested
 from honed.recalib.drafter.dflash import DFlashDrafter
-from honed.recalib.drafter.drafter import Drafter
+from honed.recalib.drafter.drafter import Drafter, Vocabulary
 from honed.recalib.drafter.eagle3 import Eagle3Drafter
 from honed.recalib.drafter.mtp import MtpDrafter
 from honed.recalib.registry.durable import open_regular, read_document
@@ -271,7 +271,7 @@ def load_drafter(
     goal_head = None
     if lm_head is not head.lm_head and head.is_last_of(config.target_layer_ids):
         goal_head = head.lm_head if words is None else head.lm_head[words.to(head.lm_head.device)]
-    drafter = KINDS[config.method](config, embed_tokens, lm_head, words, goal_head)
+    drafter = KINDS[config.method](config, Vocabulary(embed_tokens, lm_head, words, goal_head))
     own = drafter.state_dict()
     found = read_tensors(folder, [stored.get(name, name) for name in own])
     tensors = {name: found[stored.get(name, name)] for name in own}

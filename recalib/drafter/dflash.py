@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from honed.kernels.training.anchor_attention import Visible, anchor_attention
 from honed.kernels.training.block_loss import top_tokens
 from honed.recalib.config.drafter import Convolution, DrafterConfig, Markov, Selector
-from honed.recalib.drafter.drafter import Drafter
+from honed.recalib.drafter.drafter import Drafter, Vocabulary
 from honed.recalib.drafter.layers import MLP, RMSNorm, rotate
 
 __all__ = ["DFlashDrafter", "DrafterConfig"]
@@ -174,15 +174,8 @@ class DFlashDrafter(Drafter):
     )
     """DFlash2's codebooks and DSpark's head: losses need a frozen head."""
 
-    def __init__(
-        self,
-        config: DrafterConfig,
-        embed_tokens: Tensor,
-        lm_head: Tensor,
-        words: Tensor | None = None,
-        goal_head: Tensor | None = None,
-    ) -> None:
-        super().__init__(config, embed_tokens, lm_head, words, goal_head)
+    def __init__(self, config: DrafterConfig, vocabulary: Vocabulary) -> None:
+        super().__init__(config, vocabulary)
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -7,7 +7,7 @@ the anchor's token. `draft_hidden` gives the K hidden states that predict the to
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +21,21 @@ from honed.recalib.drafter.layers import RMSNorm, rotary_tables
 # drafted.
 
 
+class Vocabulary(NamedTuple):
+    """Embedding, head and words: the target's, or the drafter's own."""
+
+    embed_tokens: Tensor  # [V, H]
+    lm_head: Tensor  # [W, H]
+    words: Tensor | None = None  # [W]
+    """The target's id of each of the drafter's words; None: they are the target's."""
+    goal_head: Tensor | None = None  # [W, H]
+    """The target's rows of these words, if `lm_head` isn't the target's; for training on its distribution."""
+
+
 class Drafter(nn.Module, ABC):
     """A drafter whose parameters have the checkpoint's names.
 
-    `embed_tokens`, `lm_head` and the words are the target's, or the checkpoint's own: buffers, never trained, never saved.
-
-    Args:
-        words: the target's id of each of the drafter's words; None: they are the target's.
-        goal_head: the target's rows of these words, if `lm_head` isn't the target's; for training on its distribution.
+    The vocabulary's tensors are buffers: never trained, never saved.
     """
 
     UNTRAINED: ClassVar[tuple[str, ...]] = ()
@@ -42,16 +49,10 @@ class Drafter(nn.Module, ABC):
     """Gradient checkpointing: a layer is recomputed in the backward pass instead of kept."""
     _word_of: Tensor | None
 
-    def __init__(
-        self,
-        config: DrafterConfig,
-        embed_tokens: Tensor,  # [V, H]
-        lm_head: Tensor,  # [W, H]
-        words: Tensor | None = None,  # [W]
-        goal_head: Tensor | None = None,  # [W, H]
-    ) -> None:
+    def __init__(self, config: DrafterConfig, vocabulary: Vocabulary) -> None:
         super().__init__()
         self.config = config
+        embed_tokens, lm_head, words, goal_head = vocabulary
         self.register_buffer("embed_tokens", embed_tokens, persistent=False)
         self.register_buffer("lm_head", lm_head, persistent=False)
         self.register_buffer("goal_head", goal_head, persistent=False)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from honed.recalib.config.drafter import DrafterConfig, Eagle3
+from honed.recalib.drafter.drafter import Vocabulary
 from honed.recalib.drafter.layers import MLP, RMSNorm, rotate
 from honed.recalib.drafter.unrolled import UnrolledDrafter
 
@@ -69,15 +70,8 @@ class Layer(nn.Module):
 class Eagle3Drafter(UnrolledDrafter):
     """An EAGLE-3 drafter of one layer."""
 
-    def __init__(
-        self,
-        config: DrafterConfig,
-        embed_tokens: Tensor,
-        lm_head: Tensor,
-        words: Tensor | None = None,
-        goal_head: Tensor | None = None,
-    ) -> None:
-        super().__init__(config, embed_tokens, lm_head, words, goal_head)
+    def __init__(self, config: DrafterConfig, vocabulary: Vocabulary) -> None:
+        super().__init__(config, vocabulary)
         assert config.eagle3 is not None
         self._eagle3 = config.eagle3
         width, eps = config.target_hidden_size, config.rms_norm_eps

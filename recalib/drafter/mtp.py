@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from honed.recalib.config.drafter import DrafterConfig, Experts, Mtp
+from honed.recalib.drafter.drafter import Vocabulary
 from honed.recalib.drafter.layers import MLP, OnePlusNorm, rotate
 from honed.recalib.drafter.unrolled import UnrolledDrafter
 
@@ -100,15 +101,8 @@ class MtpDrafter(UnrolledDrafter):
     UNTRAINED = ("layers.0.mlp.gate.weight",)
     """The experts' router."""
 
-    def __init__(
-        self,
-        config: DrafterConfig,
-        embed_tokens: Tensor,
-        lm_head: Tensor,
-        words: Tensor | None = None,
-        goal_head: Tensor | None = None,
-    ) -> None:
-        super().__init__(config, embed_tokens, lm_head, words, goal_head)
+    def __init__(self, config: DrafterConfig, vocabulary: Vocabulary) -> None:
+        super().__init__(config, vocabulary)
         assert config.mtp is not None
         width, eps = config.hidden_size, config.rms_norm_eps
         self.pre_fc_norm_embedding = OnePlusNorm(width, eps)

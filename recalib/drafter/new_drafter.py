@@ -41,6 +41,7 @@ from honed.recalib.drafter.checkpoint import (
     tensor_files,
 )
 from honed.recalib.drafter.dflash import DFlashDrafter
+from honed.recalib.drafter.drafter import Vocabulary
 from honed.recalib.registry.durable import open_regular
 
 NUM_LAYERS, BLOCK_SIZE, STD = 5, 16, 0.02
@@ -137,7 +138,7 @@ def new_drafter(config: DrafterConfig, target_dir: Path, seed: int = 0) -> DFlas
     head = load_target_head(target_dir)
     check_pair(config, head, Path("the new drafter"), target_dir)
     generator = torch.Generator().manual_seed(seed)
-    drafter = DFlashDrafter(config, head.embed_tokens, head.lm_head)
+    drafter = DFlashDrafter(config, Vocabulary(head.embed_tokens, head.lm_head))
     added = STD / math.sqrt(2 * config.num_hidden_layers)
     for name, parameter in drafter.named_parameters():
         if parameter.ndim == 2:

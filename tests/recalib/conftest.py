@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from honed.recalib.drafter.checkpoint import save_drafter
 from honed.recalib.drafter.dflash import DFlashDrafter, DrafterConfig
+from honed.recalib.drafter.drafter import Vocabulary
 from honed.recalib.samples.sample import TrainingSample
 
 SMALL = {
@@ -44,7 +45,7 @@ def make_drafter() -> MakeDrafter:
         if config.draft_vocab_size:
             words = torch.randperm(50, generator=torch.Generator().manual_seed(seed))[: config.draft_vocab_size].sort().values
             lm_head = lm_head[words]
-        drafter = DFlashDrafter(config, embed_tokens, lm_head, words)
+        drafter = DFlashDrafter(config, Vocabulary(embed_tokens, lm_head, words))
         with torch.no_grad():
             for parameter in drafter.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))

@@ -17,6 +17,7 @@ from honed.adapt.protocol.sample_ring import FLAG_PREFILL, FLAG_REJECTED
 from honed.attach.capture.ring_writer import RingWriter
 from honed.recalib.drafter.checkpoint import save_drafter
 from honed.recalib.drafter.dflash import DFlashDrafter, DrafterConfig
+from honed.recalib.drafter.drafter import Vocabulary
 
 VOCAB, WIDTH, PROMPT = 53, 32, 5
 CONFIG = {
@@ -47,7 +48,7 @@ def make_pair(folder: Path) -> tuple[Path, Path]:
     embed = torch.randn(VOCAB, WIDTH)
     save_file({"model.embed_tokens.weight": embed, "model.norm.weight": torch.ones(WIDTH)}, target / "m.safetensors")
     (drafter / "config.json").write_text(json.dumps(CONFIG))
-    save_drafter(DFlashDrafter(DrafterConfig.from_json(CONFIG), embed, embed), drafter, drafter)
+    save_drafter(DFlashDrafter(DrafterConfig.from_json(CONFIG), Vocabulary(embed, embed)), drafter, drafter)
     return target, drafter
 
 

@@ -14,6 +14,7 @@ import torch
 from benchmarks.make_pairs.kinds import eagle3_json, fresh_eagle3, make_dflash2, make_dspark, reduce_vocabulary, write_eagle3
 from honed.recalib.drafter.checkpoint import load_target_head, save_drafter
 from honed.recalib.drafter.dflash import DFlashDrafter, DrafterConfig
+from honed.recalib.drafter.drafter import Vocabulary
 from honed.recalib.registry.head_of_target import extract_head
 from tests.e2e.engine import DRAFTER, TARGET
 from tests.e2e.swapping import renamed_drafter
@@ -155,7 +156,7 @@ def _make_drafter(target: Path, folder: Path) -> None:
         "dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, 2, 4]},
     }
     torch.manual_seed(1)
-    drafter = DFlashDrafter(DrafterConfig.from_json(raw), head.embed_tokens, head.lm_head)
+    drafter = DFlashDrafter(DrafterConfig.from_json(raw), Vocabulary(head.embed_tokens, head.lm_head))
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(raw))
     save_drafter(drafter, folder, folder, torch.float32)

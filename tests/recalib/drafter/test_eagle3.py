@@ -16,6 +16,7 @@ from torch import Tensor
 from honed.adapt.models.drafter_tensor_names import makes_context
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.drafter.checkpoint import CheckpointError, load_drafter, save_drafter
+from honed.recalib.drafter.drafter import Vocabulary
 from honed.recalib.drafter.eagle3 import Eagle3Drafter
 from honed.recalib.drafter.layers import rotary_tables, rotate
 from honed.recalib.gate.evaluate import draft_blocks, expected_acceptance_length
@@ -51,7 +52,7 @@ def make_drafter(words: int = 0, **changes: Any) -> Eagle3Drafter:
     torch.manual_seed(3)
     config = DrafterConfig.from_json(SMALL | changes | ({"draft_vocab_size": words} if words else {}))
     some = torch.randperm(50)[:words].sort().values if words else None
-    drafter = Eagle3Drafter(config, torch.randn(50, 16), torch.randn(words or 50, 16), some)
+    drafter = Eagle3Drafter(config, Vocabulary(torch.randn(50, 16), torch.randn(words or 50, 16), some))
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -159,7 +160,7 @@ def test_training_learns_and_leaves_what_cached_rows_depend_on(is_recomputed: bo
     assert "fc.weight" not in changed
     with torch.no_grad():
         rows = drafter.fuse(sample.features), sample.token_ids
-        old = Eagle3Drafter(drafter.config, drafter.embed_tokens, drafter.lm_head, drafter.words)
+        old = Eagle3Drafter(drafter.config, Vocabulary(drafter.embed_tokens, drafter.lm_head, drafter.words))
         old.load_state_dict(before)
         kept = [
             d.layers[0].self_attn.keys_values(

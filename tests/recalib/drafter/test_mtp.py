@@ -15,6 +15,7 @@ from torch import Tensor
 from honed.adapt.models.drafter_tensor_names import makes_context
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.drafter.checkpoint import load_drafter, save_drafter
+from honed.recalib.drafter.drafter import Vocabulary
 from honed.recalib.drafter.layers import rotary_tables, rotate
 from honed.recalib.drafter.mtp import MtpDrafter
 from honed.recalib.registry.registry import Registry, RegistryError
@@ -47,7 +48,7 @@ ROWS, ANCHORS = 30, [1, 2, 9, 25]
 
 def make_drafter(**changes: Any) -> MtpDrafter:
     torch.manual_seed(3)
-    drafter = MtpDrafter(DrafterConfig.from_json(TEXT | changes), torch.randn(50, 16), torch.randn(50, 16))
+    drafter = MtpDrafter(DrafterConfig.from_json(TEXT | changes), Vocabulary(torch.randn(50, 16), torch.randn(50, 16)))
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))

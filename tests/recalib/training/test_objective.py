@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from honed.recalib.drafter.dflash import DFlashDrafter
+from honed.recalib.drafter.drafter import Vocabulary
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
 from tests.recalib.conftest import SMALL
@@ -33,7 +34,7 @@ def test_a_vocabulary_with_all_words_is_the_targets(loss: str, make_drafter: Mak
     sample = replace(sample, target_hidden=None)
     plain = make_drafter()
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
-    words = DFlashDrafter(plain.config, plain.embed_tokens, plain.lm_head[order], order)
+    words = DFlashDrafter(plain.config, Vocabulary(plain.embed_tokens, plain.lm_head[order], order))
     words.load_state_dict(plain.state_dict())
     (expected, gradients), (found, others) = learned(plain, sample, loss), learned(words, sample, loss)
     assert found == pytest.approx(expected, rel=1e-5)

@@ -12,7 +12,7 @@ import torch
 
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.drafter.dflash import DFlashDrafter
-from honed.recalib.drafter.drafter import Drafter
+from honed.recalib.drafter.drafter import Drafter, Vocabulary
 from honed.recalib.drafter.eagle3 import Eagle3Drafter
 from honed.recalib.drafter.mtp import MtpDrafter
 from honed.recalib.gate.evaluate import expected_acceptance_length
@@ -95,7 +95,7 @@ def make_drafter(kind: str) -> Drafter:
     if config.draft_vocab_size:
         words = torch.arange(WORDS)[-REDUCED:]
         lm_head = lm_head[words]
-    drafter = made(config, embed_tokens, lm_head, words)
+    drafter = made(config, Vocabulary(embed_tokens, lm_head, words))
     if isinstance(drafter, MtpDrafter) and config.mtp and config.mtp.experts:
         drafter.take_experts(0.2 * torch.randn(4, 32, WIDTH), 0.2 * torch.randn(4, WIDTH, 16))
     with torch.no_grad():
