@@ -2,7 +2,7 @@
 
     offset 0     1 byte      whether the engine has work
     offset 8     8 bytes     when that was last raised, CLOCK_MONOTONIC in ns (the same in all processes)
-    offset 64    256 rows    the latest steps, 32 bytes each; step n, counted from 1, is in row n % 256
+    offset 64    256 rows    the latest steps, 36 bytes each; step n, counted from 1, is in row n % 256
 
 A row that is read while it is written fails its checksum.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 FLAG = struct.Struct("<?7xQ")
 """Whether there is work, and when it came."""
 ROWS_OFFSET, NUM_ROWS = 64, 256
-_ROW, _CHECKSUM = struct.Struct("<QQIIHH"), struct.Struct("<I")
+_ROW, _CHECKSUM = struct.Struct("<QQIIHHI"), struct.Struct("<I")
 ROW_BYTES = _ROW.size + _CHECKSUM.size
 NUM_BYTES = ROWS_OFFSET + NUM_ROWS * ROW_BYTES
 _MOST_32, _MOST_16 = (1 << 32) - 1, (1 << 16) - 1
@@ -33,6 +33,8 @@ class StepRow(NamedTuple):
     requests: int
     waiting: int
     """Requests that waited for a place in the batch when the step was over."""
+    prefill_tokens: int
+    """Tokens of prompts, but for one of each request."""
 
 
 def offset_of(number: int) -> int:
@@ -42,9 +44,9 @@ def offset_of(number: int) -> int:
 
 def pack_row(row: StepRow) -> bytes:
     """Encode a step; what doesn't fit is clipped."""
-    number, end_ns, duration_us, tokens, requests, waiting = row
-    fields = (min(duration_us, _MOST_32), min(tokens, _MOST_32), min(requests, _MOST_16), min(waiting, _MOST_16))
-    packed = _ROW.pack(number, end_ns, *fields)
+    number, end_ns, duration_us, tokens, requests, waiting, prefill_tokens = row
+    sizes = min(duration_us, _MOST_32), min(tokens, _MOST_32), min(requests, _MOST_16), min(waiting, _MOST_16)
+    packed = _ROW.pack(number, end_ns, *sizes, min(prefill_tokens, _MOST_32))
     return packed + _CHECKSUM.pack(zlib.crc32(packed))
 
 

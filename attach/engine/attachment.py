@@ -314,7 +314,9 @@ class Attachment:
                 drafts = [k - invalid.get(request_id, 0) for request_id, k in zip(request_ids, drafts, strict=True)]
             self._decider.observe(request_ids, drafts, accepted)
         if step is not None and self._policy is not None and self._policy.tells_steps:
-            self._busy.note_step(step.end_ns, step.duration_us, step.num_tokens, len(step.scheduled), self._num_waiting())
+            requests = len(step.scheduled)
+            prefill = max(step.num_tokens - requests - sum(map(len, step.drafts.values())), 0)
+            self._busy.note_step(step.end_ns, step.duration_us, step.num_tokens, requests, self._num_waiting(), prefill)
         self.decide_latency.record(self._decide_ns + time.perf_counter_ns() - began_ns)
         if not self._requests:
             self._model_wait.rest()

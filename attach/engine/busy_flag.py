@@ -44,7 +44,7 @@ class BusyFlag:
                 self._raised_ns = time.monotonic_ns()
             os.pwrite(self._descriptor, FLAG.pack(is_busy, self._raised_ns), 0)
 
-    def note_step(self, end_ns: int, duration_us: int, tokens: int, requests: int, waiting: int) -> None:
+    def note_step(self, end_ns: int, duration_us: int, tokens: int, requests: int, waiting: int, prefill_tokens: int) -> None:
         """Tell the trainer of a step; the arguments are those of `StepRow`. If it can't be written, none is told any more.
 
         In a step whose caches other work has emptied it takes 35 us, so it is done only where a trainer reads it.
@@ -52,7 +52,7 @@ class BusyFlag:
         if not self._is_telling:
             return
         self._num_steps += 1
-        row = StepRow(self._num_steps, end_ns, duration_us, tokens, requests, waiting)
+        row = StepRow(self._num_steps, end_ns, duration_us, tokens, requests, waiting, prefill_tokens)
         try:
             os.pwrite(self._descriptor, pack_row(row), offset_of(self._num_steps))
         except OSError:

@@ -23,6 +23,10 @@ training, of steps' times over what they should take, and b its budget. A pair's
 the window with training, less the share above q in the other. Its mean is 0 if the p99 grows by b: as many are above as
 should be. Traffic that moves both windows' tails, and a q that is a little wrong, move neither test.
 
+A time to first token is made of a prompt's steps. They are few, and may suffer more than others: they fill the device. So the
+same tests bet on their harm alone, with the mean's budget. A value pools pairs until both kinds of windows have had eight
+such steps. Time in a queue isn't in it: nothing is trained while a request waits.
+
 Source: Waudby-Smith & Ramdas, arXiv 2010.09686 (bets); Shin, Ramdas & Rinaldo, arXiv 2203.03532 (restarts); Ham et al., arXiv
 2210.08639 (designs whose order is random).
 """
@@ -32,6 +36,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -47,6 +52,8 @@ LEAST_STEPS = 100
 """Steps without training before the first pair."""
 MOST_RATIOS = 4096
 LEAST_RATIOS = 200
+LEAST_PREFILLS = 8
+"""Steps with prompts in windows with training, and in those without, that make a value."""
 TAIL = 0.01
 """Share of steps beyond the p99."""
 _TAIL_WIDTH = 0.1
@@ -81,6 +88,24 @@ class StepCosts:
     def expected_us(self, row: StepRow) -> float:
         """Return the microseconds that a step should take; 0: not known."""
         return max(float(self._line @ (1.0, row.requests, row.tokens)), 0.0)
+
+
+@dataclass
+class _Cost:
+    """Time of some steps, and what they should take."""
+
+    taken_s: float = 0.0
+    expected_s: float = 0.0
+    num_steps: int = 0
+
+    def add(self, taken_s: float, expected_s: float, num_steps: int = 1) -> None:
+        self.taken_s += taken_s
+        self.expected_s += expected_s
+        self.num_steps += num_steps
+
+    @property
+    def ratio(self) -> float:
+        return self.taken_s / self.expected_s
 
 
 class Bets:
@@ -144,7 +169,7 @@ class HarmMeter:
     """
 
     def __init__(self, budget: float, p99_budget: float, draw: random.Random | None = None) -> None:
-        self.bets, self.tail = Bets(budget), Bets(TAIL, _TAIL_WIDTH)
+        self.bets, self.tail, self.prefills = Bets(budget), Bets(TAIL, _TAIL_WIDTH), Bets(budget)
         self._p99_budget = p99_budget
         self._draw = draw or random.Random()
         self._costs: dict[str, StepCosts] = {}
@@ -158,8 +183,11 @@ class HarmMeter:
         self._is_first = True
         self._seen: dict[bool, tuple[float, float, float]] = {}
         """Cost, share of the time that was trained, and of slow steps, of the pair's windows with and without training."""
+        self._seen_prefills: dict[bool, _Cost] = {}
         self._began_ns = 0
-        self._taken_s = self._expected_s = self._worked_s = 0.0
+        self._all, self._with_prompts, self._worked_s = _Cost(), _Cost(), 0.0
+        self._pairs_prefills: dict[bool, _Cost] = {}
+        self._forget_prefills()
         self._length_s = OFF_S[1]
 
     @property
@@ -174,8 +202,13 @@ class HarmMeter:
 
     def forget(self) -> None:
         """Weigh anew: the duty has changed."""
-        self.bets.forget()
-        self.tail.forget()
+        for bets in (self.bets, self.tail, self.prefills):
+            bets.forget()
+        self._forget_prefills()
+
+    def _forget_prefills(self) -> None:
+        self._pairs_prefills = {True: _Cost(), False: _Cost()}
+        self._are_pairs_whole = True
 
     def worked(self, seconds: float) -> None:
         """Note time of training beside requests."""
@@ -194,10 +227,11 @@ class HarmMeter:
         if not self.is_on:
             costs.observe(row)
         if expected_us:
-            self._taken_s += row.duration_us / 1e6
-            self._expected_s += expected_us / 1e6
+            self._all.add(row.duration_us / 1e6, expected_us / 1e6)
+            if row.prefill_tokens:
+                self._with_prompts.add(row.duration_us / 1e6, expected_us / 1e6)
             self._ratios.append(row.duration_us / expected_us)
-        return self._close(now_ns, duty) if self._taken_s >= self._length_s else None
+        return self._close(now_ns, duty) if self._all.taken_s >= self._length_s else None
 
     def _slow(self) -> float:
         """Count the window's steps. Return the share of those whose times are beyond what the p99 may be."""
@@ -214,7 +248,8 @@ class HarmMeter:
 
     def _close(self, now_ns: int, duty: float) -> float | None:
         """End the window, begin the next, and return the pair's harm."""
-        self._seen[self.is_on] = self._taken_s / self._expected_s, self._worked_s / self._taken_s, self._slow()
+        self._seen[self.is_on] = self._all.ratio, self._worked_s / self._all.taken_s, self._slow()
+        self._seen_prefills[self.is_on] = self._with_prompts
         harm = None
         if self._is_first:
             self.is_on = not self.is_on
@@ -225,11 +260,23 @@ class HarmMeter:
                 self.bets.add(harm, is_whole)
                 if math.isfinite(self._slow_from):
                     self.tail.add(TAIL + slow - slow_without, is_whole)
+                self._pool_prefills(is_whole)
             if len(self._off_ratios) >= LEAST_RATIOS:  # the same for both windows of a pair
                 self._slow_from = float(np.quantile(self._off_ratios, 1.0 - TAIL))
             self.is_on = self._draw.random() < 0.5
             self._seen.clear()
         self._is_first = not self._is_first
         self._length_s = self._draw.uniform(*(ON_S if self.is_on else OFF_S))
-        self._began_ns, self._taken_s, self._expected_s, self._worked_s = now_ns, 0.0, 0.0, 0.0
+        self._began_ns, self._worked_s = now_ns, 0.0
+        self._all, self._with_prompts = _Cost(), _Cost()
         return harm
+
+    def _pool_prefills(self, is_whole: bool) -> None:
+        """Add the pair's steps with prompts; bet on them once there are enough."""
+        on, off = (self._pairs_prefills[is_on] for is_on in (True, False))
+        for pool, seen in ((on, self._seen_prefills[True]), (off, self._seen_prefills[False])):
+            pool.add(seen.taken_s, seen.expected_s, seen.num_steps)
+        self._are_pairs_whole &= is_whole
+        if min(on.num_steps, off.num_steps) >= LEAST_PREFILLS:
+            self.prefills.add(on.ratio / off.ratio - 1.0, self._are_pairs_whole)
+            self._forget_prefills()

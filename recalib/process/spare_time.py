@@ -3,8 +3,8 @@
 The share of time that training takes while an engine has requests, its duty, begins at the budget: a device that is divided in
 time gives steps of serving as much less. `HarmMeter` then says what it costs.
 
-    mean or p99 above its budget   half the duty, and nothing more for five minutes; the third time in an hour: an hour off
-    both below                     more, as far as the mean's estimate and its error allow
+    mean, p99 or prompts above budget   half the duty, and nothing more for five minutes; the third time in an hour: an hour off
+    all below                           more, as far as estimates and their errors allow
     five steps beside training in a row take 1.5 times what they should: none for a second, at once
 
 No unit runs while a request waits for a place in the batch, or where an engine with work has ended no step lately: one that
@@ -54,7 +54,7 @@ class SpareTime:
         self._alarms_s: deque[float] = deque(maxlen=MOST_ALARMS)
         self._num_slow = 0
         self.limit = ""
-        """What made the duty fall: "mean" or "p99"; empty if it has grown since."""
+        """What made the duty fall: "mean", "p99" or "time to first token"; empty if it has grown since."""
         self.harm, self.harm_error = 0.0, budget
         """Latest estimate of what training adds to steps beside it, and its standard error."""
         self._work: deque[tuple[int, int]] = deque(maxlen=64)
@@ -122,17 +122,21 @@ class SpareTime:
 
     def _decide(self, now_s: float) -> None:
         """Change the duty if the pairs so far say so."""
-        bets, tail, least = self.meter.bets, self.meter.tail, LEAST_DUTY_SHARE * self._budget
-        if max(bets.log_harm, tail.log_harm) >= LOG_20:
-            self.limit = "mean" if bets.log_harm >= LOG_20 else "p99"
+        meter, least = self.meter, LEAST_DUTY_SHARE * self._budget
+        known = {"mean": meter.bets, "p99": meter.tail}
+        if meter.prefills.count:  # else no requests began
+            known["time to first token"] = meter.prefills
+        if harmed := [name for name, bets in known.items() if bets.log_harm >= LOG_20]:
+            self.limit = harmed[0]
             self._alarms_s.append(now_s)
             if len(self._alarms_s) == MOST_ALARMS and now_s - self._alarms_s[0] < HOUR_S:
                 self._off_until_s = now_s + OFF_S
                 self._alarms_s.clear()
             self.duty, self._holds_until_s = max(self.duty / 2, least), now_s + HOLD_S
             self.meter.forget()
-        elif min(bets.log_harmless, tail.log_harmless) >= LOG_20 and now_s >= self._holds_until_s and self.duty < 1.0:
-            most = max(bets.mean + 2.0 * bets.error, self._budget / MOST_GROWTH)
+        elif min(bets.log_harmless for bets in known.values()) >= LOG_20 and now_s >= self._holds_until_s and self.duty < 1.0:
+            harms = [bets.mean + 2.0 * bets.error for name, bets in known.items() if name != "p99"]
+            most = max(*harms, self._budget / MOST_GROWTH)
             if most < self._budget:
                 self.duty, self.limit = min(self.duty * self._budget / most, 1.0), ""
                 self.meter.forget()

@@ -210,16 +210,16 @@ def test_steps_are_told_once_and_in_order(tmp_path):
     flag.is_busy()
     assert flag.new_steps() == []
     for number in range(1, 4):
-        engine.note_step(1000 * number, number, 8 * number, number, 0)
-    assert flag.new_steps() == [StepRow(n, 1000 * n, n, 8 * n, n, 0) for n in (1, 2, 3)]
+        engine.note_step(1000 * number, number, 8 * number, number, 0, 3 * number)
+    assert flag.new_steps() == [StepRow(n, 1000 * n, n, 8 * n, n, 0, 3 * n) for n in (1, 2, 3)]
     assert flag.new_steps() == []
     engine.set(True)
     assert flag.is_busy(), "the flag isn't among the rows"
     for number in range(4, 1000):
-        engine.note_step(1000 * number, number, 1, 1, 0)
+        engine.note_step(1000 * number, number, 1, 1, 0, 0)
     assert [row.number for row in flag.new_steps()] == list(range(1000 - NUM_ROWS, 1000)), "the page has only so many"
-    engine.note_step(1 << 60, 1 << 40, 1 << 40, 1 << 20, 1 << 20)
-    assert flag.new_steps() == [StepRow(1000, 1 << 60, (1 << 32) - 1, (1 << 32) - 1, 65535, 65535)]
+    engine.note_step(1 << 60, 1 << 40, 1 << 40, 1 << 20, 1 << 20, 1 << 40)
+    assert flag.new_steps() == [StepRow(1000, 1 << 60, (1 << 32) - 1, (1 << 32) - 1, 65535, 65535, (1 << 32) - 1)]
     engine.close()
 
 
@@ -227,8 +227,8 @@ def test_a_row_that_is_being_written_is_left_for_later(tmp_path):
     path = tmp_path / "busy"
     engine, flag = BusyFlag(path), BusyFlagReader(path)
     flag.is_busy()
-    engine.note_step(1, 1, 1, 1, 0)
-    engine.note_step(2, 1, 1, 1, 0)
+    engine.note_step(1, 1, 1, 1, 0, 0)
+    engine.note_step(2, 1, 1, 1, 0, 0)
     page = path.read_bytes()
     with path.open("r+b") as file:
         file.seek(offset_of(2) + 8)
@@ -244,7 +244,7 @@ def test_a_page_that_was_cut_has_no_steps_and_harms_nobody(tmp_path, size):
     path = tmp_path / "busy"
     engine, flag = BusyFlag(path), BusyFlagReader(path)
     flag.is_busy()
-    engine.note_step(1, 1, 1, 1, 0)
+    engine.note_step(1, 1, 1, 1, 0, 0)
     os.truncate(path, size)
     assert [row.number for row in flag.new_steps()] == ([1] if size >= offset_of(2) else [])
     engine.close()
@@ -256,7 +256,7 @@ def test_steps_of_all_engines_come_in_the_order_of_their_ends(tmp_path):
     flags.discover()
     flags.is_busy()
     for end_ns, which in ((1, 0), (2, 1), (3, 0)):
-        engines[which].note_step(end_ns, 1, 1, 1, 0)
+        engines[which].note_step(end_ns, 1, 1, 1, 0, 0)
     assert [(name, row.end_ns) for name, row in flags.new_steps()] == [("chat-0", 1), ("chat-1", 2), ("chat-0", 3)]
     for engine in engines:
         engine.close()

@@ -176,7 +176,7 @@ def never_idle(engine: BusyFlag, waiting: int = 0) -> Iterator[None]:
 
     def work() -> None:
         while not is_over.wait(0.01):
-            engine.note_step(time.monotonic_ns(), 10_000, 8, 1, waiting)
+            engine.note_step(time.monotonic_ns(), 10_000, 8, 1, waiting, 0)
 
     engine.set(True)
     thread = threading.Thread(target=work)
