@@ -17,8 +17,8 @@ from honed.adapt.models.drafter_tensor_names import METHODS
 from honed.adapt.models.target_tensor_names import head_names, text_config
 
 VLLM_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "DFlashLagunaForCausalLM", "DFlashMuseGlimmerAssistantModel")
-MTP_FAMILY = "qwen3_5"
-"""Beginning of the model types whose MTP head can be trained."""
+MTP_FAMILIES = ("qwen3_5", "qwen3_next")
+"""Beginnings of the model types whose MTP head can be trained."""
 EAGLE3_ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
     "Eagle3LlamaForCausalLM",
@@ -74,7 +74,9 @@ def why_untrained(pair: Pair) -> list[str]:
     if pair.is_adaptive:
         found.append("under vLLM's own adaptive verification only the device knows each request's rows")
     if pair.method == "mtp" and pair.drafter is not None and not is_mtp(pair.drafter):
-        found.append(f"of MTP heads only those of Qwen3.5's kind can be trained, not {pair.drafter.get('model_type')!r}")
+        found.append(
+            f"of MTP heads only those of Qwen3.5's and Qwen3-Next's kind can be trained, not {pair.drafter.get('model_type')!r}"
+        )
     elif pair.drafter is not None:
         found += drafter_reasons(pair.drafter)
     if pair.target is not None and pair.target_tensors is not None:
@@ -170,7 +172,7 @@ def is_eagle3(raw: Mapping[str, Any]) -> bool:
 def is_mtp(raw: Mapping[str, Any]) -> bool:
     """Whether this is the config of a target with an MTP head, or of the head as vLLM makes it of that."""
     kinds = (str(part.get("model_type") or "") for part in (raw, text_config(raw)))
-    return "dflash_config" not in raw and any(kind.startswith(MTP_FAMILY) for kind in kinds)
+    return "dflash_config" not in raw and any(kind.startswith(MTP_FAMILIES) for kind in kinds)
 
 
 def has_experts(raw: Mapping[str, Any]) -> bool:
@@ -247,7 +249,7 @@ def _eagle3_trainer_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
 
 def _mtp_trainer_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
     """Features of a target's resolved text config that the trainable MTP head (`recalib/drafter/mtp.py`) lacks."""
-    layers = int(raw.get("mtp_num_hidden_layers") or 1)
+    layers = int(raw.get("mtp_num_hidden_layers") or raw.get("num_nextn_predict_layers") or 1)
     checks = {
         f"an MTP head of {layers} layers": layers > 1,
         "an MTP head with experts and no shared one": has_experts(raw) and not raw.get("shared_expert_intermediate_size"),

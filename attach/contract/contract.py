@@ -75,7 +75,8 @@ _V1, _V2 = "v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"
 _PROPOSER, _SPECULATOR = "v1/spec_decode/dflash.py", "v1/worker/gpu/spec_decode/dflash/speculator.py"
 _DFLASH, _DSPARK = "model_executor/models/qwen3_dflash.py", "model_executor/models/qwen3_dspark.py"
 _EAGLE3, _EAGLE3_QWEN3 = "model_executor/models/llama_eagle3.py", "model_executor/models/qwen3_eagle3.py"
-_MTP = "model_executor/models/qwen3_5_mtp.py"
+_MTPS = {"Qwen3_5": "model_executor/models/qwen3_5_mtp.py", "Qwen3Next": "model_executor/models/qwen3_next_mtp.py"}
+_OF_MTP = ("fc", "layers", "norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
 _V2_AR = "v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py"
 
 EVENTS: tuple[Clause, ...] = (
@@ -299,8 +300,8 @@ WORKERS: tuple[Clause, ...] = (
     Attributes("v1/spec_decode/eagle.py", "EagleProposer", ("model",)),
     Attributes(_V2_AR, "TargetDependentARSpeculator", ("model",)),
     *(Attributes(file, owner, ("model",)) for file, owner in _EAGLE3_MODELS),
-    Attributes(_MTP, "Qwen3_5MTP", ("model",)),
-    Attributes(_MTP, "Qwen3_5MultiTokenPredictor", ("fc", "layers", "norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")),
+    *(Attributes(file, f"{kind}MTP", ("model",)) for kind, file in _MTPS.items()),
+    *(Attributes(file, f"{kind}MultiTokenPredictor", _OF_MTP) for kind, file in _MTPS.items()),
     *(Method(file, owner, "combine_hidden_states", first=("hidden_states",)) for file, owner in _EAGLE3_MODELS),
 )
 """Needs of both capture and swap: a way to the workers, also of an idle engine, and to the drafter in them."""

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from docs.make.published import PUBLISHED
+from docs.make.published import HEADS, PUBLISHED
 from honed.recalib.config.drafter import DrafterConfig, Eagle3
 from honed.recalib.config.memory import GIB, estimate, value_bytes
 from honed.recalib.config.trainer import TrainerSettings
@@ -24,11 +24,18 @@ answer.
 
 *Yes* means: honed captures samples, trains the drafter and swaps it. Draft lengths are tuned for all of them.
 No published drafter's own weights were trained here. Pairs of most of their kinds were, at toy size: `make test-zoo`.
-The table has DFlash and DSpark drafters. EAGLE-3 drafters and MTP heads aren't listed by name:
-[training](training.md#which-drafters-are-trained) says which kinds are trained.
+[Training](training.md#which-drafters-are-trained) says which kinds are trained.
 
 | drafter | target | structure | can be trained |
 |---|---|---|---|
+"""
+OWN_HEADS = """
+## Targets with an MTP head
+
+The head is in the target's checkpoint.
+
+| target | structure | can be trained |
+|---|---|---|
 """
 MEMORY = """
 ## Memory of a training
@@ -63,9 +70,14 @@ def text() -> str:
     """The page."""
     rows = []
     for one in PUBLISHED:
-        reasons = one.reasons()
-        rows.append(f"| {one.drafter} | {one.target} | {one.traits} | {'no: ' + '; '.join(reasons) if reasons else 'yes'} |")
-    return HEAD + "\n".join(rows) + "\n" + MEMORY + "\n".join(map(_memory_row, SIZES)) + "\n"
+        rows.append(f"| {one.drafter} | {one.target} | {one.traits} | {_answer(one.reasons())} |")
+    heads = [f"| {one.target} | {one.structure} | {_answer(one.reasons())} |" for one in HEADS]
+    parts = HEAD, "\n".join(rows), OWN_HEADS, "\n".join(heads), MEMORY, "\n".join(map(_memory_row, SIZES))
+    return "".join(part if part.endswith("\n") else part + "\n" for part in parts)
+
+
+def _answer(reasons: list[str]) -> str:
+    return f"no: {'; '.join(reasons)}" if reasons else "yes"
 
 
 def _memory_row(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Published DFlash and DSpark drafters: what decides whether they can be trained, as their configurations say.
+"""Published drafters, and targets with MTP heads: what decides whether they can be trained, as their configurations say.
 
 These are facts of structure: which layers slide, the rotary embedding, the vocabulary, how the target's tensors are named. They
 are quoted from model cards, recipes and public tests; the files themselves weren't opened. What isn't known isn't judged.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from honed.adapt.models.trainable import FULL, SLIDING, Pair, is_dspark, why_untrained
+from honed.adapt.models.trainable import FULL, SLIDING, Pair, is_dspark, is_eagle3, why_untrained
 
 _NAMES = ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")
 _TIED = (_NAMES[0], _NAMES[2])
@@ -64,7 +64,7 @@ class Published:
     def reasons(self) -> list[str]:
         """Why the pair can't be trained; empty if it can."""
         raw = self.raw()
-        method = "dspark" if is_dspark(raw) else "dflash"
+        method = "eagle3" if is_eagle3(raw) else "dspark" if is_dspark(raw) else "dflash"
         return why_untrained(Pair(method=method, drafter=raw, target={}, target_tensors=self.tensors))
 
     @property
@@ -80,6 +80,8 @@ class Published:
             "M-RoPE target": self.target.startswith(("Qwen/Qwen3.5", "Qwen/Qwen3.6", "Qwen/Qwen3.8")),
             "DFlash2": raw["architectures"] == ["DFlash2DraftModel"],
             "DSpark": is_dspark(raw),
+            "EAGLE-3": is_eagle3(raw),
+            "MLA": "Deepseek" in raw["architectures"][0],
             "Gemma-4's own layers": raw["architectures"] == ["Gemma4DSparkModel"],
             "Muse Glimmer's names": raw["architectures"] == ["DFlashMuseGlimmerAssistantModel"],
             "Laguna's own layers": raw["architectures"] == ["DFlashLagunaForCausalLM"],
@@ -92,6 +94,29 @@ class Published:
 _GPT_OSS = {"attention_bias": True, "head_dim": 64, "rope_scaling": _YARN}
 _DFLASH2 = {"architectures": ["DFlash2DraftModel"]}
 _DSPARK = {"architectures": ["Qwen3DSparkModel"], "block_size": 7, "markov_rank": 256, "markov_head_type": "vanilla"}
+_SPECULATORS_EAGLE3: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("meta-llama", "Llama-3.1-8B-Instruct", {}),
+    ("meta-llama", "Llama-3.3-70B-Instruct", {}),
+    ("Qwen", "Qwen3-8B", {}),
+    ("Qwen", "Qwen3-14B", {}),
+    ("Qwen", "Qwen3-32B", {}),
+    ("openai", "gpt-oss-20b", {}),
+    ("openai", "gpt-oss-120b", {"norm_before_fc": True}),
+    ("google", "gemma-4-31B-it", {"tensors": _NESTED_TIED}),
+)
+
+
+def _eagle3(
+    drafter: str,
+    target: str,
+    tensors: tuple[str, ...] = _NAMES,
+    architecture: str = "LlamaForCausalLMEagle3",
+    **config: Any,
+) -> Published:
+    own = {"architectures": [architecture], "model_type": "llama", **_WORDS, **config}
+    return Published(drafter, target, 1, tensors=tensors, config=own)
+
+
 PUBLISHED = (
     Published("z-lab/Qwen3-4B-DFlash-b16", "Qwen/Qwen3-4B", tensors=_TIED),
     Published("z-lab/Qwen3-8B-DFlash-b16", "Qwen/Qwen3-8B"),
@@ -162,4 +187,53 @@ PUBLISHED = (
         },
     ),
     Published("Laguna's DFlash", "Laguna", config={"architectures": ["DFlashLagunaForCausalLM"]}),
+    *(_eagle3(f"RedHatAI/{name}-speculator.eagle3", f"{owner}/{name}", **more) for owner, name, more in _SPECULATORS_EAGLE3),
+    _eagle3("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "meta-llama/Llama-3.1-8B-Instruct"),
+    _eagle3("AngelSlim/Qwen3-1.7B_eagle3", "Qwen/Qwen3-1.7B", tensors=_TIED),
+    _eagle3("AngelSlim/Qwen3-4B_eagle3", "Qwen/Qwen3-4B", tensors=_TIED),
+    _eagle3("AngelSlim/Qwen3-8B_eagle3", "Qwen/Qwen3-8B"),
+    _eagle3("Rayzl/qwen2.5-vl-7b-eagle3-sgl", "Qwen/Qwen2.5-VL-7B-Instruct", architecture="Eagle3Qwen2_5vlForCausalLM"),
+    _eagle3(
+        "taobao-mnn/Qwen3-VL-8B-Instruct-Eagle3",
+        "Qwen/Qwen3-VL-8B-Instruct",
+        tensors=_NESTED,
+        architecture="Eagle3Qwen3vlForCausalLM",
+    ),
+    _eagle3("AQ-MedAI/Kimi-K25-eagle3", "moonshotai/Kimi-K2.5", tensors=_AROUND, architecture="Eagle3DeepseekV2ForCausalLM"),
+)
+
+
+@dataclass(frozen=True)
+class Head:
+    """A target with an MTP head of its own."""
+
+    target: str
+    model_type: str
+    structure: str
+    tensors: tuple[str, ...] = _NAMES
+
+    def reasons(self) -> list[str]:
+        """Why the head can't be trained; empty if it can."""
+        experts = {"num_experts": 256, "shared_expert_intermediate_size": 512} if self.structure == "experts" else {}
+        raw = {"model_type": self.model_type, **experts}
+        return why_untrained(Pair(method="mtp", drafter=raw, target=raw, target_tensors=self.tensors))
+
+
+HEADS = (
+    *(Head(f"Qwen/Qwen3.5-{size}", "qwen3_5", "dense", _NESTED_TIED) for size in ("0.8B", "4B")),
+    *(Head(f"Qwen/{name}", "qwen3_5", "dense", _NESTED) for name in ("Qwen3.5-9B", "Qwen3.5-27B", "Qwen3.6-27B")),
+    *(
+        Head(f"Qwen/{name}", "qwen3_5_moe", "experts", _NESTED)
+        for name in ("Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3.5-397B-A17B", "Qwen3.6-35B-A3B")
+    ),
+    *(Head(f"Qwen/Qwen3-Next-80B-A3B-{kind}", "qwen3_next", "experts") for kind in ("Instruct", "Thinking")),
+    Head("XiaomiMiMo/MiMo-7B-RL", "mimo", "dense"),
+    Head("zai-org/GLM-4.5", "glm4_moe", "experts"),
+    Head("zai-org/GLM-4.7-Flash", "glm4_moe_lite", "MLA, experts"),
+    Head("deepseek-ai/DeepSeek-V3", "deepseek_v3", "MLA, experts"),
+    Head("deepseek-ai/DeepSeek-V3.2-Exp", "deepseek_v32", "MLA, experts"),
+    Head("baidu/ERNIE-4.5-21B-A3B-PT", "ernie4_5_moe", "experts"),
+    Head("LGAI-EXAONE/K-EXAONE-236B-A23B", "exaone_moe", "experts"),
+    Head("meituan-longcat/LongCat-Flash-Chat", "longcat_flash", "MLA, experts"),
+    Head("stepfun-ai/Step-3.5-Flash", "step3p5", "experts"),
 )

@@ -1,12 +1,13 @@
-"""Qwen3.5's MTP head in plain PyTorch: the same function as vLLM's, and trainable. `UnrolledDrafter` says how it drafts.
+"""Qwen3.5's and Qwen3-Next's MTP head in plain PyTorch: the same function as vLLM's, and trainable.
 
-The hidden state that it reads is the target's last one, after its final norm: rows need no fusing. `fc` joins it with the
-embedding, and an ordinary layer of the target's kind follows. What the next row is fed is the output after the last norm. Where
-the target has experts, the layer has its own. They and their router stay as they are; the shared expert is trained.
+`UnrolledDrafter` says how it drafts. The hidden state that it reads is the target's last one, after its final norm: rows need
+no fusing. `fc` joins it with the embedding, and an ordinary layer of the target's kind follows. What the next row is fed is the
+output after the last norm. Where the target has experts, the layer has its own. They and their router stay as they are; the
+shared expert is trained.
 
 A row in vLLM's cache depends on `fc`, both of its norms, `input_layernorm`, `k_proj`, `k_norm` and `v_proj` (`makes_context`).
 
-Source: vLLM 0.32 `models/qwen3_5_mtp.py`, `models/qwen3_next.py` (`Qwen3NextAttention`).
+Source: vLLM 0.32 `models/qwen3_5_mtp.py`, `models/qwen3_next_mtp.py`, `models/qwen3_next.py` (`Qwen3NextAttention`).
 """
 
 from __future__ import annotations

@@ -39,13 +39,14 @@ def make_mtp_target(folder: Path, *, is_tiny: bool, has_experts: bool = False) -
 
 
 def add_mtp_head(folder: Path) -> None:
-    """Give a Qwen3.5 target that Transformers wrote a head of random weights, of the target's type."""
+    """Give a Qwen3.5 or Qwen3-Next target that Transformers wrote a head of random weights, of the target's type."""
     raw = json.loads((folder / "config.json").read_text())
-    raw["text_config"] |= {"mtp_num_hidden_layers": 1, "attn_output_gate": True}
+    text = raw.get("text_config", raw)
+    text |= {"mtp_num_hidden_layers": 1, "attn_output_gate": True}
     (folder / "config.json").write_text(json.dumps(raw))
     tensors = load_file(folder / "model.safetensors")
     dtype = next(t.dtype for name, t in tensors.items() if "embed_tokens" in name)
-    head = {name: t.to(dtype) for name, t in mtp_head(raw["text_config"]).items()}
+    head = {name: t.to(dtype) for name, t in mtp_head(text).items()}
     save_file(tensors | head, folder / "model.safetensors")
 
 

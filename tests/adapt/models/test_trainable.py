@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from docs.make.published import PUBLISHED, Published
+from docs.make.published import HEADS, PUBLISHED, Head, Published
 from honed.adapt.models.trainable import Pair, layer_attention, resolved, rope_of, why_untrained
 
 PLAIN = ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")
@@ -36,12 +36,21 @@ REFUSED = {
     "XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash": ["an attention sink"],
     "Laguna's DFlash": ["Laguna's drafter"],
     "deepseek-ai's DSpark for Gemma-4-12B": ["architecture Gemma4DSparkModel"],
+    "AQ-MedAI/Kimi-K25-eagle3": ["architecture Eagle3DeepseekV2ForCausalLM"],
 }
 
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda one: one.drafter)
 def test_each_published_drafter_is_trained_or_every_reason_is_named(published: Published) -> None:
     found, expected = published.reasons(), REFUSED.get(published.drafter, [])
+    assert len(found) == len(expected), found
+    assert all(part in reason for part, reason in zip(expected, found, strict=True)), found
+
+
+@pytest.mark.parametrize("head", HEADS, ids=lambda one: one.target)
+def test_each_published_mtp_head_is_trained_or_is_of_a_named_other_kind(head: Head) -> None:
+    expected = [] if head.target.startswith("Qwen/") else [f"not '{head.model_type}'"]
+    found = head.reasons()
     assert len(found) == len(expected), found
     assert all(part in reason for part, reason in zip(expected, found, strict=True)), found
 
@@ -70,12 +79,16 @@ def test_what_is_not_published_yet(drafter: dict[str, Any], target: dict[str, An
         ),
         ({"method": "mtp", "drafter": {"model_type": "qwen3_5_mtp", "num_hidden_layers": 4}}, []),
         (
+            {"method": "mtp", "drafter": {"model_type": "qwen3_next_mtp", "num_nextn_predict_layers": 2}},
+            ["an MTP head of 2 layers is not supported for training"],
+        ),
+        (
             {"method": "mtp", "target": {}, "target_tensors": (*PLAIN, "mtp.fc.weight", "mtp.fc.weight_scale_inv")},
             ["the MTP head is quantised (mtp.fc.weight_scale_inv)"],
         ),
         (
             {"method": "mtp", "drafter": {"model_type": "glm4_moe_mtp"}},
-            ["of MTP heads only those of Qwen3.5's kind can be trained, not 'glm4_moe_mtp'"],
+            ["of MTP heads only those of Qwen3.5's and Qwen3-Next's kind can be trained, not 'glm4_moe_mtp'"],
         ),
         ({"method": ""}, ["training is for method 'dflash' or 'dspark' or 'eagle3' or 'mtp', this engine runs no method"]),
         (

@@ -198,7 +198,7 @@ def test_a_pair_that_cannot_be_trained_is_named_before_the_engine_starts(
 
 @pytest.mark.parametrize(
     ("model_type", "says"),
-    [("qwen3_5_text", []), ("glm4_moe", ["only those of Qwen3.5's kind can be trained, not 'glm4_moe'"])],
+    [("qwen3_5_text", []), ("glm4_moe", ["only those of Qwen3.5's and Qwen3-Next's kind can be trained, not 'glm4_moe'"])],
 )
 def test_an_mtp_head_is_judged_by_its_target(tmp_path: Path, model_type: str, says: list[str]) -> None:
     raw = json.loads((TINY / "target" / "config.json").read_text()) | {"model_type": model_type}
