@@ -68,7 +68,7 @@ class CanarySettings:
     reset_window_s: float = 30.0
     """Shortest window where a swap must drop cached keys and values (scope "full"): each swap preempts running requests."""
     max_rounds: int = 20_000
-    """Nothing is proven without a verdict after so many rounds (see `PATIENCE`)."""
+    """Nothing is proven without a verdict after so many rounds; three times as many while one workload's proof is missing."""
     max_s: float = 3600.0
     """Nothing is proven without a verdict after so much time with traffic."""
 

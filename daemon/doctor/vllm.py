@@ -42,6 +42,10 @@ def check_command(command: VllmCommand, subject: str, read_config: ReadConfig, *
     if not has_trees and drafter is not None:
         found += _fits_block(command, subject, drafter)
     yield from found
+    if command.is_model_named_twice:
+        text = f"names a model twice: once with --model ({command.model}), once without. vLLM refuses that"
+        found.append(Check(subject, "error", text, "Leave --model out."))
+        yield found[-1]
     for text in command.unreadable:
         yield Check(subject, "error", text, 'Quote it for the shell: --speculative-config \'{"method":"dflash",…}\'.')
     if not found:

@@ -27,6 +27,7 @@ class VllmCommand:
     """Values in a vLLM command; "" and 0 if absent."""
 
     model: str = ""
+    is_model_named_twice: bool = False
     scheduler_cls: str = ""
     worker_extension_cls: str = ""
     speculative: dict[str, Any] = field(default_factory=dict)
@@ -71,6 +72,7 @@ def parse(words: Sequence[str]) -> VllmCommand:
     values: dict[str, str] = {}
     speculative: dict[str, Any] = {}
     positional, unreadable = "", []
+    is_model_first = bool(rest) and not rest[0].startswith("-")  # elsewhere a word may be a flag's second value
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
@@ -95,6 +97,7 @@ def parse(words: Sequence[str]) -> VllmCommand:
             values[name] = value
     return VllmCommand(
         model=values.get("--model", "") or positional,
+        is_model_named_twice=is_model_first and "--model" in values,
         scheduler_cls=values.get("--scheduler-cls", ""),
         worker_extension_cls=values.get("--worker-extension-cls", ""),
         speculative=speculative,

@@ -24,7 +24,7 @@ MODULE = "python -m vllm.entrypoints.openai.api_server"
 
 LIMITS = (
     "tested on vLLM 0.32; 0.33 fits by its sources; on others honed only logs events, and `honed engines` says so",
-    "capture and swap need speculative method dflash, eagle3 or mtp; draft lengths and events work with every method",
+    "capture and swap need speculative method dflash, dspark, eagle3 or mtp; draft lengths and events work with every method",
     "pipeline parallelism: no capture, no swap (hidden states are spread over processes)",
     "draft trees need --enforce-eager, which on a GPU costs speed; `honed engines` says where they are off",
     "with enable_adaptive_verification vLLM sets draft lengths: honed logs verified drafts and captures nothing",
@@ -179,7 +179,8 @@ def _systemd(args: VllmArgs) -> str:
     """A drop-in for vLLM's unit, which wants honed but runs without it."""
     lines = ["[Unit]", "Wants=honed.service", "After=honed.service", "", "[Service]"]
     lines += [f'Environment="{name}={_unit_text(value)}"' for name, value in args.environment.items()]
-    words = " ".join(_pairs(args.flags)).replace("%", "%%").replace("$", "$$")
+    flags = [flag for flag in _pairs(args.flags) if not flag.startswith("--model ")]  # the unit names it: vLLM refuses two
+    words = " ".join(flags).replace("%", "%%").replace("$", "$$")
     lines += [f"# Add to ExecStart: {words}"]
     lines += [f"# {limit}" for limit in args.limits]
     return "\n".join(lines)

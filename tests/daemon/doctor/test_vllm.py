@@ -57,6 +57,15 @@ def test_no_flags() -> None:
     assert "honed vllm-args" in found.cure
 
 
+def test_a_model_that_is_named_twice() -> None:
+    (found,) = wrong(checks(parse(["vllm", "serve", "m", "--model", "m", *FLAGS, *speculative()])))
+    assert found.level == "error"
+    assert "names a model twice" in found.text
+    assert found.cure == "Leave --model out."
+    words = "vllm", "serve", "--served-model-name", "a", "b", "--model", "m"
+    assert wrong(checks(parse([*words, *FLAGS, *speculative()]))) == []
+
+
 @pytest.mark.parametrize("name", ["vllm.v1.core.sched.scheduler.Scheduler", "honed.attach.scheduler.HonedScheduler", "my.Own"])
 def test_the_wrong_scheduler_class(name: str) -> None:
     (found,) = wrong(checks(command(*speculative(), "--scheduler-cls", name, "--worker-extension-cls", WORKER_EXTENSION)))

@@ -154,6 +154,13 @@ def test_systemd_gets_its_own_quoting() -> None:
     assert "--scheduler-cls" in text
 
 
+def test_a_unit_names_the_model_itself() -> None:
+    """With a second one, `vllm serve` ends with an error."""
+    made = vllm_args.make(RUNTIME_DIR, model="m", method="mtp")
+    assert "--model" not in made.render("systemd")
+    assert "serve m " in made.render("shell") or "--model m" in made.render("shell")
+
+
 def test_json_is_the_whole_of_it() -> None:
     made = vllm_args.make(RUNTIME_DIR, engine_id="e")
     document = json.loads(made.render("json"))
