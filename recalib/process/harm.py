@@ -24,8 +24,11 @@ the window with training, less the share above q in the other. Its mean is 0 if 
 should be. Traffic that moves both windows' tails, and a q that is a little wrong, move neither test.
 
 A time to first token is made of a prompt's steps. They are few, and may suffer more than others: they fill the device. So the
-same tests bet on their harm alone, with the mean's budget. A value pools pairs until both kinds of windows have had eight
-such steps. Time in a queue isn't in it: nothing is trained while a request waits.
+same tests bet on their harm alone, with the mean's budget. A value pools pairs until both kinds of windows have had eight such
+steps.
+
+Steps that leave a request waiting for a place count nowhere. Nothing is trained beside them: windows with training would else be
+chosen to be calm, and those without wouldn't.
 
 Source: Waudby-Smith & Ramdas, arXiv 2010.09686 (bets); Shin, Ramdas & Rinaldo, arXiv 2203.03532 (restarts); Ham et al., arXiv
 2210.08639 (designs whose order is random).
@@ -186,6 +189,9 @@ class HarmMeter:
         self._seen_prefills: dict[bool, _Cost] = {}
         self._began_ns = 0
         self._all, self._with_prompts, self._worked_s = _Cost(), _Cost(), 0.0
+        self._time_of: dict[str, float] = {}
+        """Time of each engine's steps in the window."""
+        self._latest: dict[str, StepRow] = {}
         self._pairs_prefills: dict[bool, _Cost] = {}
         self._forget_prefills()
         self._length_s = OFF_S[1]
@@ -194,6 +200,15 @@ class HarmMeter:
     def slow_share(self) -> float:
         """Share of recent steps, in windows with training, that are slower than 99 of 100 without; 0.01: it costs nothing."""
         return self._slow_steps / self._on_steps if self._on_steps else 0.0
+
+    @property
+    def has_prefills(self) -> bool:
+        """Whether a step with a prompt was seen since the duty was last changed."""
+        return bool(self.prefills.count or any(pool.num_steps for pool in self._pairs_prefills.values()))
+
+    def knows(self, engine_id: str) -> bool:
+        """Whether it is known what this engine's steps should take."""
+        return engine_id in self._costs and self._costs[engine_id].num_steps >= LEAST_STEPS
 
     def overrun(self, engine_id: str, row: StepRow) -> float:
         """Return a step's time over what it should take; 1 if that isn't known."""
@@ -220,18 +235,27 @@ class HarmMeter:
         Args:
             duty: share of its windows' time that training was meant to take.
         """
-        if not row.duration_us or row.end_ns - 1000 * row.duration_us < self._began_ns + SETTLE_NS:
+        before, self._latest[engine_id] = self._latest.get(engine_id), row
+        if not row.duration_us or row.waiting or row.end_ns - 1000 * row.duration_us < self._began_ns + SETTLE_NS:
             return None
         costs = self._costs.setdefault(engine_id, StepCosts())
         expected_us = costs.expected_us(row)
-        if not self.is_on:
+        if not self.is_on or not expected_us:  # nothing is trained beside an engine whose steps aren't known
             costs.observe(row)
         if expected_us:
-            self._all.add(row.duration_us / 1e6, expected_us / 1e6)
-            if row.prefill_tokens:
-                self._with_prompts.add(row.duration_us / 1e6, expected_us / 1e6)
-            self._ratios.append(row.duration_us / expected_us)
-        return self._close(now_ns, duty) if self._all.taken_s >= self._length_s else None
+            self._count(engine_id, row, expected_us, before)
+        return self._close(now_ns, duty) if max(self._time_of.values(), default=0.0) >= self._length_s else None
+
+    def _count(self, engine_id: str, row: StepRow, expected_us: float, before: StepRow | None) -> None:
+        """Add a step to the window, and with it those that were overwritten before they were read."""
+        taken_us, num_steps = row.duration_us, 1
+        if self.is_on and before is not None and before.number < row.number - 1 and before.end_ns >= self._began_ns:
+            taken_us, num_steps = (row.end_ns - before.end_ns) // 1000, row.number - before.number
+        self._all.add(taken_us / 1e6, num_steps * expected_us / 1e6, num_steps)
+        self._time_of[engine_id] = self._time_of.get(engine_id, 0.0) + taken_us / 1e6
+        if row.prefill_tokens:
+            self._with_prompts.add(row.duration_us / 1e6, expected_us / 1e6)
+        self._ratios.append(row.duration_us / expected_us)
 
     def _slow(self) -> float:
         """Count the window's steps. Return the share of those whose times are beyond what the p99 may be."""
@@ -248,7 +272,7 @@ class HarmMeter:
 
     def _close(self, now_ns: int, duty: float) -> float | None:
         """End the window, begin the next, and return the pair's harm."""
-        self._seen[self.is_on] = self._all.ratio, self._worked_s / self._all.taken_s, self._slow()
+        self._seen[self.is_on] = self._all.ratio, self._worked_s / max(self._time_of.values()), self._slow()
         self._seen_prefills[self.is_on] = self._with_prompts
         harm = None
         if self._is_first:
@@ -269,6 +293,7 @@ class HarmMeter:
         self._length_s = self._draw.uniform(*(ON_S if self.is_on else OFF_S))
         self._began_ns, self._worked_s = now_ns, 0.0
         self._all, self._with_prompts = _Cost(), _Cost()
+        self._time_of.clear()
         return harm
 
     def _pool_prefills(self, is_whole: bool) -> None:

@@ -75,7 +75,7 @@ class SpareTime:
             return f"training cost users more than its budget ({self.limit}) {MOST_ALARMS} times in an hour: off for an hour"
         if now_s < self._pauses_until_s:
             return "steps were slow beside training"
-        if not self.meter.is_on:
+        if not self.meter.is_on or not all(map(self.meter.knows, engines)):
             return "steps without training are measured"
         rows = [self._latest.get(engine_id) for engine_id in engines]
         if any(row is None or now_s * 1e9 - row.end_ns > STALE_NS for row in rows):
@@ -124,7 +124,7 @@ class SpareTime:
         """Change the duty if the pairs so far say so."""
         meter, least = self.meter, LEAST_DUTY_SHARE * self._budget
         known = {"mean": meter.bets, "p99": meter.tail}
-        if meter.prefills.count:  # else no requests began
+        if meter.has_prefills:  # else no requests began
             known["time to first token"] = meter.prefills
         if harmed := [name for name, bets in known.items() if bets.log_harm >= LOG_20]:
             self.limit = harmed[0]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from honed.adapt.protocol.step_page import StepRow
-from honed.recalib.process.harm import LOG_20, Bets
+from honed.recalib.process.harm import LEAST_STEPS, LOG_20, Bets, HarmMeter
 from honed.recalib.process.spare_time import HOLD_S, STALE_NS, SpareTime
 
 BUDGET = 0.02
@@ -215,6 +215,90 @@ def test_slow_steps_are_told() -> None:
     costly.run(400.0)
     assert 0.002 < free.spare.meter.slow_share < 0.015
     assert costly.spare.meter.slow_share > 0.018
+
+
+def test_an_engine_that_comes_amid_training_is_measured_first() -> None:
+    """With the others gone no window would end, and nobody would see what its steps take."""
+    made = device(1.0)
+    made.run(60.0)
+    while not made.spare.meter.is_on:
+        made.run(0.1)
+    newcomer, spare, now_s = "engine-1", made.spare, made.now_s
+    assert spare.why_not(now_s, [newcomer]) != ""
+    pairs = 0
+    for number in range(1, 4000):
+        now_s += 0.01
+        row = StepRow(number, int(now_s * 1e9), 10_000, 64, 8, 0, 0)
+        before = spare.meter.bets.count
+        spare.observe([(newcomer, row)], now_s)
+        if not spare.why_not(now_s, [newcomer]) and number % 10 == 0:
+            spare.worked(now_s, now_s + 0.001)
+        pairs += spare.meter.bets.count != before
+        if number < LEAST_STEPS:
+            assert spare.why_not(now_s, [newcomer]) == "steps without training are measured"
+    assert pairs >= 5
+
+
+def test_steps_of_a_saturated_engine_tell_nothing_of_training() -> None:
+    """Nothing is trained beside them: where they take longer than others, windows without training would seem slow."""
+    meter, draw, now_ns = HarmMeter(BUDGET, 10.0, random.Random(2)), random.Random(3), 10**12
+    found = list[float]()
+    for number in range(1, 200_000):
+        is_calm = number // 300 % 2 == 0
+        taken_us = int(10_000 * (1.0 if is_calm else 1.12) * draw.lognormvariate(0.0, 0.02))
+        if meter.is_on and is_calm:
+            taken_us = int(taken_us * (1.0 + BUDGET))
+            meter.worked(BUDGET * taken_us / 1e6)
+        now_ns += 1000 * taken_us
+        row = StepRow(number, now_ns, taken_us, 64, 8, 0 if is_calm else 2, 0)
+        harm = meter.observe("engine-0", row, now_ns, BUDGET)
+        found += [] if harm is None else [harm]
+    assert abs(float(np.mean(found)) - BUDGET) < 0.15 * BUDGET
+
+
+@pytest.mark.parametrize("num_engines", [1, 4])
+def test_a_window_is_as_long_with_several_engines(num_engines: int) -> None:
+    """Their steps run beside each other: training that takes its share of the time has taken it of the window."""
+    meter, now_ns, began_ns, lengths = HarmMeter(BUDGET, 10.0, random.Random(2)), 10**12, 10**12, list[float]()
+    was_on, pairs = False, 0
+    for number in range(1, 20_000):
+        now_ns += 10_000_000
+        if meter.is_on:
+            meter.worked(BUDGET * 0.01)
+        for engine in range(num_engines):
+            row = StepRow(number, now_ns + engine, 10_000, 64, 8, 0, 0)
+            pairs += meter.observe(f"engine-{engine}", row, now_ns, BUDGET) is not None
+        if meter.is_on != was_on:
+            lengths.append((now_ns - began_ns) / 1e9)
+            was_on, began_ns = meter.is_on, now_ns
+    assert float(np.median(lengths)) > 0.8
+    assert meter.bets.count == pytest.approx(50.0, rel=0.5), pairs
+    assert meter.bets.log_harmless > LOG_20
+
+
+def test_steps_that_were_overwritten_before_they_were_read_count() -> None:
+    """A unit that can't be divided may take longer than the page reaches back; what it delayed is its harm."""
+    found = dict[bool, float]()
+    for is_lost in (False, True):
+        meter, now_ns, harms = HarmMeter(BUDGET, 10.0, random.Random(2)), 10**12, list[float]()
+        for number in range(1, 40_000):
+            is_slowed = meter.is_on and number % 100 >= 90
+            now_ns += 20_000_000 if is_slowed else 10_000_000
+            meter.worked(0.001 if meter.is_on else 0.0)
+            row = StepRow(number, now_ns, 20_000 if is_slowed else 10_000, 64, 8, 0, 0)
+            if is_lost and is_slowed:
+                continue
+            harm = meter.observe("engine-0", row, now_ns, BUDGET)
+            harms += [] if harm is None else [harm]
+        found[is_lost] = float(np.mean(harms))
+    assert found[True] == pytest.approx(found[False], rel=0.3)
+
+
+def test_rare_prompts_hold_growth_back_until_they_are_measured() -> None:
+    made = device(0.1, prompts=0.003, prompt_price=3.0)
+    made.run(300.0)
+    assert made.spare.duty == BUDGET
+    assert made.spare.meter.has_prefills
 
 
 @pytest.mark.parametrize("spread", [0.2, 1.0, 4.0])
