@@ -60,6 +60,11 @@ class SampleStore:
         self._shrink()
         return True
 
+    def hold_to(self, cap_bytes: int) -> None:
+        """Hold no more than this from now on."""
+        self.cap_bytes = cap_bytes
+        self._shrink()
+
     def key_of(self, stretch: Stretch) -> Key:
         """Key of a stretch: its workload, and its session's side of the hold-out."""
         return self._workload(stretch.workload), self._hold_out.is_held_out(stretch.session)

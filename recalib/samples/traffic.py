@@ -6,6 +6,8 @@ So when a workload drifts, samples of the other workloads are already in memory,
 from __future__ import annotations
 
 import hashlib
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from honed.adapt.protocol.sample_ring import FEATURE_KINDS, RingHeader
@@ -15,6 +17,9 @@ from honed.recalib.samples.ring_reader import MOST_PROBLEMS, RingReader
 from honed.recalib.samples.sessions import SessionAssembler
 from honed.recalib.samples.spill import Spill, remove
 from honed.recalib.samples.store import SampleStore
+
+GONE_S = 3600.0
+"""Time after which the samples of an engine whose folder is gone are dropped. An engine that restarts comes back before."""
 
 
 class Feed:
@@ -69,23 +74,35 @@ class Feed:
 class Traffic:
     """The feeds of all engines under the runtime folder, and of any other ring that a request names."""
 
-    def __init__(self, runtime_dir: Path, settings: SampleSettings, hold_out: HoldOut, spill_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        runtime_dir: Path,
+        settings: SampleSettings,
+        hold_out: HoldOut,
+        spill_dir: Path | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`spill_dir`: folder for samples on disk, if `spill_bytes` allows it; otherwise its content is removed."""
         self.engines_dir, self._settings, self._hold_out = runtime_dir / "engines", settings, hold_out
         self._spill_dir = spill_dir if settings.spill_bytes else None
         if spill_dir is not None and self._spill_dir is None:
             remove(spill_dir)
         self._feeds: dict[Path, Feed] = {}
+        self._monotonic, self._gone_since_s = monotonic, dict[Path, float]()
 
     def feed(self, path: Path) -> Feed:
         """Return the feed of a ring; a new one starts now."""
         if path not in self._feeds:
             self._feeds[path] = Feed(path, self._settings, self._hold_out, self._spill(path))
-            for feed in self._feeds.values():
-                feed.store.cap_bytes = self._settings.sample_bytes // len(self._feeds)
-                if feed.store.spill is not None:
-                    feed.store.spill.max_bytes = self._settings.spill_bytes // len(self._feeds)
+            self._share()
         return self._feeds[path]
+
+    def _share(self) -> None:
+        """Give each feed the same part of memory and disk."""
+        for feed in self._feeds.values():
+            feed.store.hold_to(self._settings.sample_bytes // len(self._feeds))
+            if feed.store.spill is not None:
+                feed.store.spill.max_bytes = self._settings.spill_bytes // len(self._feeds)
 
     def freeze(self, is_frozen: bool) -> None:
         """During an operation no file is added or removed on disk."""
@@ -98,9 +115,17 @@ class Traffic:
             spill.expire()
 
     def discover(self) -> None:
-        """Begin to follow rings that have appeared."""
+        """Begin to follow rings that have appeared, and forget those of engines that have been gone for an hour."""
         for path in self.engines_dir.glob("*/ring"):
             self.feed(path)
+        now_s = self._monotonic()
+        for path in list(self._feeds):
+            if path.parent.exists():
+                self._gone_since_s.pop(path, None)
+            elif now_s - self._gone_since_s.setdefault(path, now_s) > GONE_S:
+                self._feeds.pop(path).forget()
+                del self._gone_since_s[path]
+                self._share()
 
     def poll(self, max_records: int = 256) -> int:
         """Take in new records of all rings; returns their number."""

@@ -1,11 +1,13 @@
 """Rings are found, followed, and forgotten when they must be."""
 
+import shutil
+
 import numpy as np
 
 from honed.attach.capture.ring_writer import RingWriter
 from honed.recalib.config.trainer import SampleSettings
 from honed.recalib.samples.hold_out import HoldOut
-from honed.recalib.samples.traffic import Traffic
+from honed.recalib.samples.traffic import GONE_S, Traffic
 from tests.recalib.toy_traffic import WIDTH, write_sessions
 
 
@@ -31,6 +33,37 @@ def test_rings_that_appear_later_are_found_and_share_the_memory(tmp_path):
         ring_of(tmp_path, engine)
         drain(traffic)
     assert [feed.store.cap_bytes for feed in traffic.feeds] == [500, 500]
+
+
+def test_all_engines_together_hold_no_more_than_the_limit(tmp_path):
+    traffic = follow(tmp_path, sample_bytes=60_000)
+    for engine in range(5):
+        write_sessions(ring_of(tmp_path, f"e{engine}"), "a", 60)
+        drain(traffic)
+        assert sum(feed.store.num_bytes for feed in traffic.feeds) <= 60_000
+    assert all(feed.store.num_stretches for feed in traffic.feeds)
+
+
+def test_an_engine_that_is_gone_for_good_takes_no_memory(tmp_path):
+    clock = [0.0]
+    traffic = Traffic(tmp_path, SampleSettings(sample_bytes=20_000), HoldOut(b"k" * 16), monotonic=lambda: clock[0])
+    for engine in ("e0", "e1"):
+        write_sessions(ring_of(tmp_path, engine), "a", 10)
+    drain(traffic)
+    shutil.rmtree(tmp_path / "engines" / "e0")
+    drain(traffic)
+    clock[0] += 0.9 * GONE_S
+    ring_of(tmp_path, "e0")  # it was only restarted
+    drain(traffic)
+    shutil.rmtree(tmp_path / "engines" / "e0")
+    clock[0] += 0.9 * GONE_S
+    drain(traffic)
+    assert len(traffic.feeds) == 2
+    clock[0] += 1.1 * GONE_S
+    drain(traffic)
+    (left,) = traffic.feeds
+    assert left.reader.path == tmp_path / "engines" / "e1" / "ring"
+    assert left.store.cap_bytes == 20_000
 
 
 def test_samples_survive_an_engine_that_restarts_with_the_same_model(tmp_path):
