@@ -10,9 +10,9 @@ SIGBUS. Its block is allocated at the start, so a full filesystem is an OSError 
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
+import secrets
 import time
 from pathlib import Path
 
@@ -20,17 +20,22 @@ from honed.adapt.protocol.step_page import FLAG, NUM_BYTES, StepRow, offset_of, 
 
 
 class BusyFlag:
-    """Writer's side; `path` is made anew, readable by its owner and group. Raises OSError where there is no room for it."""
+    """Writer's side; `path` is made anew, readable by its owner and group. Raises OSError where there is no room for it.
+
+    It is a new file, since an engine that is stopping may still hold the old one's lock. It gets its name once it is locked: no
+    link that somebody laid is followed, and no reader's look at the lock keeps us from taking it.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()  # a new file: an engine that is stopping may still hold the old one's lock
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        self._descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
         try:
             os.posix_fallocate(self._descriptor, 0, NUM_BYTES)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            temporary.rename(path)
         except OSError:
+            temporary.unlink()
             os.close(self._descriptor)
             raise
         self._raised_ns = self._num_steps = 0

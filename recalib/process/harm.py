@@ -27,8 +27,8 @@ A time to first token is made of a prompt's steps. They are few, and may suffer 
 same tests bet on their harm alone, with the mean's budget. A value pools pairs until both kinds of windows have had eight such
 steps.
 
-Steps that leave a request waiting for a place count nowhere. Nothing is trained beside them: windows with training would else be
-chosen to be calm, and those without wouldn't.
+Steps that leave a request waiting for a place count nowhere. Nothing is trained beside them, so windows with training would be
+calmer than those without.
 
 Source: Waudby-Smith & Ramdas, arXiv 2010.09686 (bets); Shin, Ramdas & Rinaldo, arXiv 2203.03532 (restarts); Ham et al., arXiv
 2210.08639 (designs whose order is random).

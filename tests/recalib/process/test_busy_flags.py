@@ -204,6 +204,18 @@ else:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_link_that_somebody_laid_is_not_followed(tmp_path):
+    victim, path = tmp_path / "victim", tmp_path / "busy"
+    victim.write_text("mine")
+    path.symlink_to(victim)
+    engine, flag = BusyFlag(path), BusyFlagReader(path)
+    engine.set(True)
+    assert flag.is_busy()
+    assert victim.read_text() == "mine"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["busy", "victim"]
+    engine.close()
+
+
 def test_steps_are_told_once_and_in_order(tmp_path):
     engine, flag = BusyFlag(tmp_path / "busy"), BusyFlagReader(tmp_path / "busy")
     assert flag.new_steps() == []
