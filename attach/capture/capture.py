@@ -58,7 +58,7 @@ class Capturer:
         self._kind = feature_kind
         self._secret = secret
         self.writer = RowWriter(make_ring)
-        self.share = 0.0
+        self.share = self._wanted_share = 0.0
         self.num_media = 0
         """Requests that weren't captured since they bring images or other media: their tokens alone don't say what was read."""
         self._retry_at_s = 0.0
@@ -85,13 +85,19 @@ class Capturer:
 
     def set_share(self, share: float, drafter_version: str) -> None:
         """Capture this share of the requests that start from now on; 0 stops new ones, running ones go on."""
-        self.share = min(max(share, 0.0), 1.0) if time.monotonic() >= self._retry_at_s else 0.0
+        self._wanted_share, self._drafter_version = min(max(share, 0.0), 1.0), drafter_version
+        self._take_share()
+
+    def _take_share(self) -> None:
+        """Capture what is wanted, unless no ring could be made lately."""
+        self.share = self._wanted_share if time.monotonic() >= self._retry_at_s else 0.0
         if self.share:
             self.writer.retry()
-        self._drafter_version = drafter_version
 
     def on_schedule(self, scheduler_output: Any) -> None:
         """Note new and finished requests; runs before each step."""
+        if self._wanted_share and not self.share:  # the daemon says it once
+            self._take_share()
         for request_id in scheduler_output.finished_req_ids:
             ended = self._requests.pop(request_id, None)
             if ended is not None:

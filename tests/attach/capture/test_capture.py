@@ -224,3 +224,14 @@ def test_on_a_gpu_nothing_is_captured_before_the_kernel_is_compiled(
     while not capturer.writer.is_done:
         assert time.monotonic() < deadline_s, "never written"
     assert [row["tokens"] for row in ring.rows] == [[5]]
+
+
+def test_capture_goes_on_once_there_is_room_again(capturer: Capturer) -> None:
+    """Under constant traffic the daemon says the share once: the capturer must remember it."""
+    capturer._give_up()
+    capturer.on_schedule(schedule({"a": [1, 2]}))
+    assert capturer.share == 0.0
+    capturer._retry_at_s = time.monotonic()
+    capturer.on_schedule(schedule({"b": [1, 2]}))
+    assert capturer.share == 1.0
+    assert list(capturer._requests) == ["b"]
