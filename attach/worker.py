@@ -69,7 +69,8 @@ class _WorkerSide:
 
     def begin(self) -> None:
         """Take part in the runner's steps from now on, on all ranks alike."""
-        take_updates(self._worker, self.swapper)
+        if hasattr(self.runner.draft_model.model, "hidden_norm"):  # of DFlash's kind; vLLM loads others in place itself
+            take_updates(self._worker, self.swapper)
         self.runner.count_steps()
         skip_idle_drafts(self.runner, torch.device(self._worker.device))
         if self.capturer is not None:
