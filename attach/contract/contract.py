@@ -265,6 +265,7 @@ WORKERS: tuple[Clause, ...] = (
     # vLLM's sleep mode: device memory, including the weights, is gone meanwhile (engine_hook.py).
     Method("v1/executor/abstract.py", "Executor", "sleep", ("level",)),
     Method("v1/executor/abstract.py", "Executor", "wake_up", ("tags",)),
+    Method("v1/executor/abstract.py", "Executor", "discard", ("tags",)),
     Attributes("v1/executor/abstract.py", "Executor", ("is_sleeping",)),
     # vLLM's own endpoints for new weights (engine_hook.py).
     *(Method("v1/engine/async_llm.py", "AsyncLLM", name, calls=("collective_rpc",)) for name in _WEIGHT_UPDATE),
@@ -276,6 +277,7 @@ WORKERS: tuple[Clause, ...] = (
     Method(_CORE, "EngineCore", "step_with_batch_queue", calls=("has_requests",)),
     Method(_CORE, "EngineCore", "sleep", calls=("sleep",)),
     Method(_CORE, "EngineCore", "wake_up", calls=("wake_up",)),
+    Method(_CORE, "EngineCore", "release_kv_cache_memory", calls=("discard",)),
     # Steps and calls reach all ranks through one queue: so a swap comes between the same two steps on each.
     Method("v1/executor/multiproc_executor.py", "MultiprocExecutor", "execute_model", calls=("collective_rpc",)),
     Method("v1/executor/multiproc_executor.py", "MultiprocExecutor", "collective_rpc", ("method", "args"), calls=("enqueue",)),

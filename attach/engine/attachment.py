@@ -190,6 +190,8 @@ class Attachment:
 
     @guarded
     def _take_news(self) -> None:
+        if self.commands.is_asleep and not self._workers.is_attached:
+            return  # the weights that the workers would look at aren't there
         self._has_news = False  # first: what comes from here on must not get lost
         if self._workers.attach():
             self._publisher.reintroduce()
@@ -343,6 +345,8 @@ class Attachment:
             self._drafting_version = wire.LOST_DRAFTER
             self.commands.take_over()
         self._workers.rest(False)
+        if self._has_news:
+            self._take_news()
 
     @guarded
     def weights_came(self, is_draft: bool) -> None:

@@ -97,17 +97,21 @@ class EngineHook:
     def watch_sleep(self, on_sleep: Callable[[], None], on_wake: Callable[[bool], None]) -> None:
         """Once: watch vLLM's sleep mode, on the engine's thread: before device memory goes, and when all of it is back.
 
+        A release of the K/V cache alone gives memory away, too.
+
         Args:
-            on_wake: gets whether weights were discarded (level 2), rather than offloaded.
+            on_wake: gets whether the drafter's weights were discarded (level 2), rather than offloaded or saved.
         """
         executor = getattr(self._core(), "model_executor", None)
         if executor is None:
             return
-        sleep, wake_up, are_lost = executor.sleep, executor.wake_up, False
+        sleep, wake_up, discard, are_lost = executor.sleep, executor.wake_up, executor.discard, False
+        saved = getattr(getattr(executor, "model_config", None), "sleep_preserve_parameter_names", None) or ()
+        is_saved = not {"draft.*", "*"}.isdisjoint(saved)
 
         def sleeping(level: int = 1, *args: Any, **kwargs: Any) -> None:
             nonlocal are_lost
-            are_lost |= level > 1
+            are_lost |= level > 1 and not is_saved
             on_sleep()
             sleep(level, *args, **kwargs)
 
@@ -118,7 +122,11 @@ class EngineHook:
                 were_lost, are_lost = are_lost, False
                 on_wake(were_lost)
 
-        executor.sleep, executor.wake_up = sleeping, waking
+        def discarding(*args: Any, **kwargs: Any) -> None:
+            on_sleep()
+            discard(*args, **kwargs)
+
+        executor.sleep, executor.wake_up, executor.discard = sleeping, waking, discarding
 
     def watch_weights(self, on_begin: Callable[[], None], on_change: Callable[[bool], None]) -> None:
         """Once: watch vLLM's own endpoints, on the engine's thread, for new weights of a model.

@@ -78,6 +78,11 @@ class WorkerLink:
         if self._engine is not None and self.findings.is_known:
             self._engine.watch_weights(on_begin, on_change)
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether `attach` was called."""
+        return self._is_attached
+
     def attach(self) -> bool:
         """Once: let every rank inspect its model runner. Drop what it can't do from the findings, with the reason.
 

@@ -391,6 +391,12 @@ def test_a_drafter_that_vllm_threw_away_in_its_sleep_is_brought_back(
                 found = next(iter(engines(service)), {})
                 return found.get(name)
 
+            running.core.sleep(1)  # before anything was asked of it
+            running.honed._has_news = True
+            running.honed.before_schedule()
+            assert not running.honed._workers.is_attached, "on a GPU the weights that it looks at aren't there"
+            running.core.wake_up()
+            assert running.honed._workers.is_attached
             assert running.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS) == answers["free"]
             wait_for(lambda: seen("drafter_version"))
             version, weights = seen("drafter_version"), running.checksum()

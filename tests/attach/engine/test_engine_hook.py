@@ -84,6 +84,35 @@ def test_a_drafters_update_is_over_when_its_end_fails() -> None:
     assert found == [TARGET]
 
 
+@pytest.mark.parametrize(("saved", "are_lost"), [((), True), (("draft.*",), False), (("model.norm.weight",), True)])
+def test_device_memory_that_vllm_gives_away_is_watched(saved: tuple[str, ...], are_lost: bool) -> None:
+    """In a sleep, and where only the K/V cache is released."""
+    core, heard = Core(), list[Any]()
+
+    class Executor:
+        model_config = SimpleNamespace(sleep_preserve_parameter_names=saved)
+        is_sleeping = False
+
+        def sleep(self, level: int = 1) -> None:
+            heard.append(f"level {level}")
+            self.is_sleeping = True
+
+        def discard(self, tags: tuple[str, ...]) -> None:
+            heard.append(tags)
+            self.is_sleeping = True
+
+        def wake_up(self, tags: list[str] | None = None) -> None:
+            self.is_sleeping = False
+
+    core.model_executor = Executor()
+    EngineHook(core).watch_sleep(lambda: heard.append("asleep"), lambda lost: heard.append(lost))
+    core.model_executor.sleep(2)
+    core.model_executor.wake_up()
+    core.model_executor.discard(("kv_cache",))
+    core.model_executor.wake_up(["kv_cache"])
+    assert heard == ["asleep", "level 2", are_lost, "asleep", ("kv_cache",), False]
+
+
 def test_what_failed_on_a_rank_is_raised_once_all_have_answered() -> None:
     core, answers = Core(), [{"rows": 1}, {RANK_ERROR: "SwapError: not staged"}, ""]
     core.model_executor = SimpleNamespace(collective_rpc=lambda method, args: answers)
