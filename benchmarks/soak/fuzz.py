@@ -10,6 +10,8 @@ import socket
 import time
 from collections import Counter
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +49,16 @@ def run(processes: Processes, folder: Path, num_frames: int, num_requests: int) 
     daemon.wait_ready()
     seconds: dict[str, float] = {}
     rss_mb = [daemon.rss_mb()]
-    with (
-        Fleet(daemon.engine_socket, 1, HONEST_EVERY_S) as honest,
-        ProcessPoolExecutor(3, multiprocessing.get_context("spawn")) as pool,
-    ):
+    spawn = multiprocessing.get_context("spawn")
+    ready = spawn.Barrier(4)  # importing isn't the daemon's work
+    with ProcessPoolExecutor(3, spawn, initializer=_wait, initargs=(ready,)) as pool, ExitStack() as stack:
         attacks: dict[str, Future[Counter[int]]] = {
             "frames": pool.submit(send_frames, str(daemon.engine_socket), num_frames),
             "admin": pool.submit(send_requests, str(daemon.runtime_dir / "admin.sock"), num_requests - num_requests // 2, 1),
             "port": pool.submit(send_requests, daemon.port, num_requests // 2, 2),
         }
+        ready.wait()
+        honest = stack.enter_context(Fleet(daemon.engine_socket, 1, HONEST_EVERY_S))
         began_s = shown_s = time.monotonic()
         while len(seconds) < len(attacks):
             honest.pump(0.25, 1, 8)
@@ -98,6 +101,10 @@ def run(processes: Processes, folder: Path, num_frames: int, num_requests: int) 
         "exit_code": exit_code,
         "first_unhandled": unhandled[:3],
     }
+
+
+def _wait(ready: Barrier) -> None:
+    ready.wait()
 
 
 def send_frames(path: str, count: int) -> Counter[int]:
