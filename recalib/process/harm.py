@@ -191,7 +191,8 @@ class HarmMeter:
         self._all, self._with_prompts, self._worked_s = _Cost(), _Cost(), 0.0
         self._time_of: dict[str, float] = {}
         """Time of each engine's steps in the window."""
-        self._latest: dict[str, StepRow] = {}
+        self.latest: dict[str, StepRow] = {}
+        """Each engine's latest step."""
         self._pairs_prefills: dict[bool, _Cost] = {}
         self._forget_prefills()
         self._length_s = OFF_S[1]
@@ -235,7 +236,7 @@ class HarmMeter:
         Args:
             duty: share of its windows' time that training was meant to take.
         """
-        before, self._latest[engine_id] = self._latest.get(engine_id), row
+        before, self.latest[engine_id] = self.latest.get(engine_id), row
         if not row.duration_us or row.waiting or row.end_ns - 1000 * row.duration_us < self._began_ns + SETTLE_NS:
             return None
         costs = self._costs.setdefault(engine_id, StepCosts())

@@ -48,7 +48,6 @@ class SpareTime:
         self.meter = HarmMeter(budget, p99_budget, self._draw)
         self.seconds = 0.0
         """Time of training beside requests so far."""
-        self._latest: dict[str, StepRow] = {}
         self._credit_s = self._wanted_s = self._credited_s = 0.0
         self._holds_until_s = self._off_until_s = self._pauses_until_s = 0.0
         self._alarms_s: deque[float] = deque(maxlen=MOST_ALARMS)
@@ -63,7 +62,6 @@ class SpareTime:
     def observe(self, steps: Iterable[tuple[str, StepRow]], now_s: float) -> None:
         """Take in what engines did since the last call."""
         for engine_id, row in steps:
-            self._latest[engine_id] = row
             self._watch(engine_id, row, now_s)
             if self.meter.observe(engine_id, row, int(now_s * 1e9), self.duty) is not None:
                 self.harm, self.harm_error = self.meter.bets.mean, self.meter.bets.error
@@ -77,7 +75,7 @@ class SpareTime:
             return "steps were slow beside training"
         if not self.meter.is_on or not all(map(self.meter.knows, engines)):
             return "steps without training are measured"
-        rows = [self._latest.get(engine_id) for engine_id in engines]
+        rows = [self.meter.latest.get(engine_id) for engine_id in engines]
         if any(row is None or now_s * 1e9 - row.end_ns > STALE_NS for row in rows):
             return "no step has ended lately, or the daemon's trainer.when isn't \"spare\""
         return "requests wait for a place in the batch" if any(row and row.waiting for row in rows) else ""
