@@ -74,8 +74,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-def describe_checkpoint(folder: Path, version: str, **about: Any) -> Manifest:
+def describe_checkpoint(folder: Path, version: str, created_unix_s: float = 0.0, **about: Any) -> Manifest:
     """Check a checkpoint folder's files and make its manifest.
+
+    Args:
+        created_unix_s: when it was trained; 0: now.
 
     Raises:
         RegistryError: a file is missing or isn't what its name says.
@@ -86,7 +89,7 @@ def describe_checkpoint(folder: Path, version: str, **about: Any) -> Manifest:
         msgspec.json.decode(read_document(config), type=dict[str, Any])
         return Manifest(
             version=version,
-            created_unix_s=time.time(),
+            created_unix_s=created_unix_s or time.time(),
             sha256=sha256_file(weights),
             bytes=weights.stat().st_size,
             config_sha256=sha256_file(config),

@@ -97,17 +97,22 @@ class Registry:
         vllm_version: str = "",
         note: str = "",
         origin: str = "",
+        created_unix_s: float = 0.0,
     ) -> Manifest:
         """Add a version: `write` puts model.safetensors and config.json into the given empty folder.
+
+        Args:
+            created_unix_s: when it was trained, elsewhere; 0: now.
 
         Raises:
             RegistryError: the result isn't a checkpoint, or the disk fails; nothing is left behind then.
         """
         about = {"parent": parent, "scope": scope, "target_path": target_path, "vllm_version": vllm_version}
         about |= {"note": note, "origin": origin}
+        window = dict(data_window or {})
         with self._temporary_folder() as folder:
             write(folder)
-            draft = describe_checkpoint(folder, "", figures=figures, data_window=dict(data_window or {}), **about)
+            draft = describe_checkpoint(folder, "", created_unix_s, figures=figures, data_window=window, **about)
             for name in (WEIGHTS, CONFIG):
                 (folder / name).chmod(0o440)
                 fsync_path(folder / name)

@@ -154,7 +154,7 @@ class SharedRegistry:
 
         about: dict[str, Any] = {
             name: getattr(manifest, name)
-            for name in ("parent", "scope", "figures", "data_window", "vllm_version", "note", "origin")
+            for name in ("created_unix_s", "parent", "scope", "figures", "data_window", "vllm_version", "note", "origin")
         }
         return self._reaching(lambda: self._registry.create(write, target_path=target_path, **about))
 

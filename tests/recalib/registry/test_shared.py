@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import time
 from pathlib import Path
 
 import numpy as np
@@ -67,10 +68,22 @@ def test_what_is_pushed_here_can_be_fetched_there(here: Side, there: Side, targe
     other_registry, other = there
     assert other.missing(["0" * 64]) == [], "for another target"
     (found,) = other.missing([made.target_sha256])
+    time.sleep(0.01)  # it isn't newer for having come later
     fetched = other.fetch(found, "/models/here/it/is/called/otherwise")
     assert fetched.version == f"v0002-{made.sha256[:8]}"
     assert other_registry.verify(fetched.version) == fetched
-    same = ("sha256", "config_sha256", "parent", "scope", "figures", "data_window", "vllm_version", "note", "kv_sha256")
+    same = (
+        "sha256",
+        "created_unix_s",
+        "config_sha256",
+        "parent",
+        "scope",
+        "figures",
+        "data_window",
+        "vllm_version",
+        "note",
+        "kv_sha256",
+    )
     assert {name: getattr(fetched, name) for name in same} == {name: getattr(made, name) for name in same}
     assert fetched.origin.endswith(f":{made.version}")
     assert fetched.target_path == "/models/here/it/is/called/otherwise"
