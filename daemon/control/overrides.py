@@ -59,11 +59,12 @@ class Overrides:
 
     def load(self) -> None:
         """Load those in force when the daemon stopped, except values that the settings no longer allow."""
-        for row in self._store.read("SELECT * FROM overrides WHERE until_unix_s > ?", (self._clock(),)):
+        for row in self._store.read("SELECT * FROM overrides WHERE until_unix_s > ? ORDER BY created_unix_s", (self._clock(),)):
             row["value"] = json.loads(row["value"])
             name = row["name"]
             self._by_name[name] = SetOverride(**row)
-            self._ends_s[name] = self._monotonic() + row["until_unix_s"] - self._clock()
+            left_s = row["until_unix_s"] - max(self._clock(), row["created_unix_s"])  # a clock that is behind adds nothing
+            self._ends_s[name] = self._monotonic() + left_s
             try:
                 check(name, row["value"], self._settings)
             except (RequestError, UnknownError) as error:
@@ -89,6 +90,7 @@ class Overrides:
             raise RequestError(f"ttl_s must be above 0 and at most {MAX_TTL_S:g}, not {ttl_s:g}")
         now = self._clock()
         made = SetOverride(name, value, now + ttl_s, reason, actor, now)
+        self._by_name.pop(name, None)  # the latest stands last
         self._by_name[name], self._ends_s[name] = made, self._monotonic() + ttl_s
         self.changes[name, "set"] += 1
         row = {field: getattr(made, field) for field in SetOverride.__slots__}
@@ -121,7 +123,7 @@ class Overrides:
 
         They are in the order of setting: of `draft_tokens` and `policy` the later one counts.
         """
-        found = [Override(o.name, o.value, self._ends_s[o.name]) for o in self._in_order()]
+        found = [Override(o.name, o.value, self._ends_s[o.name]) for o in self._by_name.values()]
         if extra is not None and extra.name not in self._by_name:
             found.append(extra)
         return found
@@ -133,15 +135,18 @@ class Overrides:
         return [
             {field: getattr(o, field) for field in SetOverride.__slots__}
             | {"ttl_s": left_s[o.name], "until_unix_s": now + left_s[o.name]}
-            for o in self._in_order()
+            for o in self._by_name.values()
         ]
-
-    def _in_order(self) -> list[SetOverride]:
-        return sorted(self._by_name.values(), key=lambda o: o.created_unix_s)
 
     def _remove(self, name: str) -> None:
         del self._by_name[name], self._ends_s[name]
-        self._store.submit(lambda db: db.conn.execute("DELETE FROM overrides WHERE name = ?", (name,)) and None)
+        done = self._store.submit(lambda db: db.conn.execute("DELETE FROM overrides WHERE name = ?", (name,)) and None)
+        done.add_done_callback(lambda done: self._note_left(name, done.exception()))
+
+    @staticmethod
+    def _note_left(name: str, error: BaseException | None) -> None:
+        if error is not None:
+            log.error("an override that has ended is still stored: a restart brings it back", name=name, error=str(error))
 
 
 def check(name: str, value: Any, settings: ControllerSettings, drafts_most: Mapping[str, int] | None = None) -> None:

@@ -66,6 +66,19 @@ def test_of_two_overrides_the_one_set_later_counts(service: Service, make_engine
         assert [one.name for one in service.overrides.active()] == ["draft_tokens", "policy"]
 
 
+def test_a_clock_that_was_set_back_changes_neither_order_nor_length(service: Service) -> None:
+    overrides = service.overrides
+    with service.lock:
+        overrides.set("draft_tokens", 1, 3600, "", "operator")
+        overrides._clock = lambda: service.clock() - 600
+        overrides.set("policy", "off", 3600, "", "operator")
+        assert [one.name for one in overrides.active()] == ["draft_tokens", "policy"]
+        service.store.write(lambda db: None)
+        overrides._clock = lambda: 1e9
+        overrides.load()
+        assert all(end_s <= service.monotonic() + 3600 for end_s in overrides._ends_s.values())
+
+
 def is_newer(policy: wire.Policy, kind: str, generation: int) -> bool:
     """Whether a policy is of this kind and came after that generation."""
     return policy.kind == kind and policy.generation > generation
