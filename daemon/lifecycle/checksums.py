@@ -64,6 +64,8 @@ class Checksums:
             raise ConflictError(f"engine {engine_id!r} sleeps (vLLM's sleep mode)", cure="Wake it up: POST /wake_up to vLLM.")
         if self._rollout.trial is not None:
             raise ConflictError("two versions take turns", cure="Wait until that is over: `honed canary` shows it.")
+        if self._rollout.swapping is not None:
+            raise ConflictError("a swap is under way", cure="Wait until that is over: `honed operations` shows it.")
         if engine.has_foreign_drafter:
             raise ConflictError(foreign(engine), cure=TAKE_BACK)
         if not engine.live_version:

@@ -313,8 +313,10 @@ class Lifecycle:
             return
         if self._rollout.swapping is operation:
             self._rollout.swapping = None
-        if swap.failures:
-            why = f"{swaps.failure_text(swap)}; it is retried until they run {swap.version}"
+        why = f"{swaps.failure_text(swap)}; it is retried until they run {swap.version}" if swap.failures else ""
+        if why and operation.kind == "recalibrate":  # its candidate is proven and active
+            self._operations.finish(operation, "succeeded", note=why, version=swap.version)
+        elif why:
             self._operations.finish(operation, "failed", error=why)
         else:
             figures = swaps.figures(swap) | {"version": swap.version}

@@ -18,7 +18,7 @@ import structlog
 from honed.adapt.control.settings import Override
 from honed.adapt.monitor.drift import Alarm
 from honed.adapt.protocol import wire
-from honed.daemon.errors import START_TRAINER, ConflictError, HonedError, UnknownError, there_are
+from honed.daemon.errors import START_TRAINER, ConflictError, HonedError, there_are
 from honed.daemon.ingest.engines import Engine
 from honed.daemon.ingest.trainer import Trainer
 from honed.daemon.lifecycle.canaries import Canaries
@@ -263,7 +263,7 @@ class Recalibrations:
                 actor="honed",
                 share=error_share(standing.num_failed),
             )
-        except (ConflictError, UnknownError) as error:
+        except HonedError as error:
             standing.hindrance = f"{error}. {error.cure}" if error.cure else str(error)
             return False
         return True

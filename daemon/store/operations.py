@@ -72,7 +72,9 @@ class Operations:
             self._by_id[operation.operation_id] = operation
             if operation.operation_id in resumed:
                 continue
-            if not operation.is_finished:
+            if not operation.is_finished and operation.kind == "recalibrate" and operation.stage == "swapping":
+                self.finish(operation, "succeeded", note="the daemon was restarted; engines follow when they are connected")
+            elif not operation.is_finished:
                 self.finish(operation, "failed", error="daemon restarted")
             elif operation.stage == "watching":
                 operation.detail["watch"] = "ended by a restart of the daemon"

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from honed.daemon.lifecycle.recalibrations import MAX_RESTARTS
 from honed.daemon.lifecycle.swaps import TIMEOUT_S
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings
+from honed.daemon.store.operations import Operations
 from honed.daemon.views.findings import findings
 from honed.recalib.registry.manifest import Manifest
 from tests.daemon.conftest import wait_for
@@ -938,3 +940,29 @@ def test_a_key_of_an_operation_is_refused_for_another_request(stage: Stage) -> N
         answer = stage.client.post(other, json=body, headers=headers)
         assert (answer.status_code, answer.json()["title"]) == (422, "Key was used before")
     assert len(stage.client.get("/v1/operations").json()) == 1
+
+
+def test_a_proven_candidate_stays_a_success_where_an_engine_follows_later(stage: Stage) -> None:
+    """Else its drift would be answered anew, with a stricter gate."""
+    service = stage.service
+    swap = SimpleNamespace(failures={"engine-0": "the engine sleeps"}, version=stage.first)
+    for kind, state in (("recalibrate", "succeeded"), ("promote", "failed")):
+        with service.lock:
+            operation = service.operations.create(kind, "swapping", "", "test", None)
+            service.lifecycle._sent_home(operation, swap)
+        assert operation.state == state
+        assert "the engine sleeps; it is retried until they run" in operation.detail.get("note", operation.error)
+    with service.lock:
+        operation = service.operations.create("recalibrate", "swapping", "", "test", None)
+    service.store.write(lambda db: None)
+    again = Operations(service.store, service.clock)
+    again.load()
+    assert again.get(operation.operation_id).state == "succeeded"
+
+
+def test_weights_arent_verified_amid_a_swap(stage: Stage) -> None:
+    with stage.service.lock:
+        stage.service.rollout.swapping = stage.service.operations.create("promote", "swapping", "", "test", None)
+    answer = stage.client.post("/v1/engines/engine-0:verify")
+    assert answer.status_code == 409
+    assert "a swap is under way" in answer.text
