@@ -323,17 +323,23 @@ class Service:
         return (self.monotonic() - began_s) * REST_PER_WORK if is_left else LEARN_S
 
     def tick(self, now_s: float) -> None:
-        """Once a second: handle deadlines, policies and lost peers."""
-        self.overrides.expire()
-        self.swaps.tick(now_s)
-        self.canaries.tick(now_s)
-        self.lifecycle.tick(now_s)
-        self.checksums.tick(now_s)
-        self.recalibrations.tick(now_s)
-        self.purges.tick()
-        self.sharing.tick(now_s)
-        self.engines.tick(now_s)
-        self.steer(now_s)
+        """Once a second: handle deadlines, policies and lost peers. Where a part fails, as on a bad disk, the others go on."""
+        for part in (
+            lambda _: self.overrides.expire(),
+            self.swaps.tick,
+            self.canaries.tick,
+            self.lifecycle.tick,
+            self.checksums.tick,
+            self.recalibrations.tick,
+            lambda _: self.purges.tick(),
+            self.sharing.tick,
+            self.engines.tick,
+            self.steer,
+        ):
+            try:
+                part(now_s)
+            except Exception as error:
+                log.exception("a part of the tick failed", error=str(error))
 
     def steer(self, now_s: float) -> None:
         """Send changed and due policies."""

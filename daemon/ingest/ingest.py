@@ -39,6 +39,8 @@ class IngestFigures:
     malformed: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     lag_s: float = 0.0
+    rejected_at_s: float = float("-inf")
+    """Monotonic time of the latest rejected frame."""
     last_batch_unix_s: float = 0.0
 
 
@@ -101,6 +103,7 @@ class Ingest:
     def reject(self, why: str) -> None:
         """Count a dropped frame."""
         self.figures.rejected[why] += 1
+        self.figures.rejected_at_s = self._monotonic()
 
     def on_commit(self, group: list[StoredBatch]) -> None:
         """Count and acknowledge committed batches."""

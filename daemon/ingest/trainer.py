@@ -37,6 +37,8 @@ class Trainer:
         """Its pre-emptions since the daemon started, in seconds."""
         self.computing = Histogram(DELAY_BOUNDS_S)
         """Its compute time in these."""
+        self._counted_of, self._counted = "", Counter[str]()
+        """An operation, and what of it is in the sums."""
         self._recent_delays_s: deque[float] = deque(maxlen=RECENT)
         self._recent_computing_s: deque[float] = deque(maxlen=RECENT)
 
@@ -62,11 +64,12 @@ class Trainer:
             self.status = message
 
     def _add_up(self, status: wire.TrainerStatus) -> None:
-        """Add to our sums; its own figures restart with each operation."""
-        before = self.status
-        is_same = before is not None and before.operation_id == status.operation_id and before.steps <= status.steps
+        """Add to our sums; its own figures restart with each operation. One that is resumed begins a little behind."""
+        if status.operation_id != self._counted_of:
+            self._counted_of, self._counted = status.operation_id, Counter()
         for name in ("steps", "tokens", "preemptions", "dropped_updates"):
-            self.sums[name] += max(0, getattr(status, name) - (getattr(before, name) if is_same else 0))
+            self.sums[name] += max(0, getattr(status, name) - self._counted[name])
+            self._counted[name] = getattr(status, name)
         for delay_s in status.preemption_delays_s:
             self.delays.observe(delay_s)
             self._recent_delays_s.append(delay_s)

@@ -68,12 +68,13 @@ def _of_events(status: dict[str, Any]) -> Iterator[Finding]:
     if (errors := store.get("errors")) and _was_lately(store.get("error_age_s")):
         last = f" (last: {store['last_error']})" if store.get("last_error") else ""
         yield Finding("error", f"the database failed {errors:,} times{last}: check the disk under the state folder")
-    if rejected := events.get("rejected_frames"):
-        yield Finding("warning", f"{rejected:,} frames could not be read: check for an engine with another honed version")
+    if (rejected := events.get("rejected_frames")) and _was_lately(events.get("rejected_age_s")):
+        cure = "honed_frames_rejected_total says why. An engine with another honed version is one reason."
+        yield Finding("warning", f"{rejected:,} frames of engines or trainers were not taken", cure)
     if events.get("pooled_labels"):
         text = f"all engines together send {TOO_MANY_LABELS}: the rest counts as {OTHER_WORKLOAD!r}"
         yield Finding("warning", text, FEWER_LABELS)
-    if (lag := events.get("lag_s") or 0.0) > LAG_S:
+    if (lag := events.get("lag_s") or 0.0) > LAG_S and _was_lately(events.get("batch_age_s")):
         yield Finding("warning", f"events are {lag:.1f} s old when they are stored")
 
 

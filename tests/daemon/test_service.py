@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from honed.adapt.protocol import wire
+from honed.daemon.errors import StoreError
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings, load
 from tests.daemon.conftest import flags_in, wait_for
@@ -238,6 +239,23 @@ def test_an_engine_that_cannot_be_steered_keeps_no_other_from_it(
     assert {one["engine_id"] for one in logs if one["log_level"] in ("error", "warning")} == {"a-broken"}
     assert [one["error"] for one in logs if one["event"] == "an engine isn't steered"] == ["ZeroDivisionError: a figure is 0"]
     assert [one["seq"] for one in logs if one["event"] == "can't learn from a batch"] == [1]
+
+
+def test_engines_are_steered_though_another_part_of_the_tick_fails(
+    service: Service, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    engine.hello()
+    engine.expect(wire.Policy)
+
+    def fail(*_: object) -> None:
+        raise StoreError("disk I/O error")
+
+    monkeypatch.setattr(service.recalibrations, "tick", fail)
+    with service.lock:
+        service.overrides.set("draft_tokens", 1, 60, "", "operator")
+        service.tick(service.monotonic())
+    engine.expect(wire.Policy, lambda policy: policy.override == "draft_tokens")
 
 
 def test_a_full_queue_is_felt_as_silence_and_heals_by_resending(

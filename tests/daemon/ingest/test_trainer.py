@@ -48,9 +48,17 @@ def test_a_silent_trainer_is_not_connected(link: Link) -> None:
 
 
 def test_sums_grow_where_an_operations_figures_begin_anew(link: Link) -> None:
-    for said in (status(steps=5), status(steps=8), status(steps=3), status(steps=4, operation_id="op-2")):
+    for said in (status(steps=5), status(steps=8), status(steps=4, operation_id="op-2")):
         link.trainer.hear(b"one", said)
-    assert link.trainer.sums["steps"] == 8 + 3 + 4
+    assert link.trainer.sums["steps"] == 8 + 4
+
+
+def test_an_operation_that_a_new_process_resumes_isnt_counted_from_its_beginning(link: Link) -> None:
+    link.trainer.hear(b"one", status(steps=500))
+    link.trainer.hear(b"two", wire.TrainerHello(trainer_id="t", device="cpu"))
+    for steps in (480, 600):
+        link.trainer.hear(b"two", status(steps=steps))
+    assert link.trainer.sums["steps"] == 500 + 120
 
 
 def test_a_message_goes_to_the_one_that_was_heard_last(link: Link) -> None:

@@ -68,6 +68,12 @@ def test_a_folder_on_disk_is_no_matter_where_nothing_is_captured() -> None:
     assert findings(on_disk(capabilities=["capture"]) | {"runtime": {"dir": "/run/honed", "filesystem": "tmpfs"}}) == []
 
 
+def test_what_was_long_ago_is_no_finding() -> None:
+    """An idle engine sends no batch that would say that events are on time again."""
+    assert findings(changed(events={"rejected_frames": 2, "rejected_age_s": 2 * LATELY_S})) == []
+    assert findings(changed(events={"lag_s": LAG_S + 1, "batch_age_s": 2 * LATELY_S})) == []
+
+
 def test_a_healthy_service_has_nothing_to_report() -> None:
     assert findings(HEALTHY) == []
     assert "all is well" in text_of(show.status(HEALTHY))
@@ -78,8 +84,8 @@ def test_a_healthy_service_has_nothing_to_report() -> None:
     [
         (changed(problems=["the writer thread has ended"]), "error", "writer thread"),
         (changed(events={"lost_rounds": 12345, "loss_age_s": 5.0}), "error", "12,345 verify rounds were lost"),
-        (changed(events={"rejected_frames": 2}), "warning", "2 frames"),
-        (changed(events={"lag_s": LAG_S + 1}), "warning", "6.0 s old"),
+        (changed(events={"rejected_frames": 2, "rejected_age_s": 5.0}), "warning", "2 frames"),
+        (changed(events={"lag_s": LAG_S + 1, "batch_age_s": 5.0}), "warning", "6.0 s old"),
         (changed(store={"errors": 4, "last_error": "disk is full", "error_age_s": 5.0}), "error", "disk is full"),
         (engine(connected=False), "error", "engine-0 is not connected"),
         (engine(policy={"fallback": "stale_policy"}), "warning", "no message from the daemon for too long"),
