@@ -140,13 +140,13 @@ def _by_workload(sessions: Iterable[SessionFigures]) -> Counts:
 
 
 def _pairs(before: Counts, after: Counts, workloads: Iterable[str]) -> NDArray[np.int64]:  # [S, 4]
-    """Rounds and accepted of the parent, then of the candidate, for each session that had rounds."""
-    rows = [
-        (*before[workload][session], *after[workload][session])
-        for workload in workloads
-        for session in sorted(before.get(workload, {}))
-        if before[workload][session][0] and after[workload][session][0]
-    ]
+    """Rounds and accepted of the parent, then of the candidate, for each session that had rounds, whatever its workloads."""
+    found: dict[str, NDArray[np.int64]] = {}
+    for workload in workloads:
+        for session in sorted(before.get(workload, {})):
+            counts = (*before[workload][session], *after[workload][session])
+            found[session] = found.get(session, np.zeros(4, np.int64)) + np.array(counts, np.int64)
+    rows = [row for row in found.values() if row[0] and row[2]]
     return np.array(rows, np.int64).reshape(-1, 4)
 
 

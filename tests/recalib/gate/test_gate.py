@@ -145,3 +145,15 @@ def test_a_candidate_like_its_parent_seldom_passes():
 def test_the_same_figures_give_the_same_verdict():
     args = (sessions("a", 12, 1.0, seed=1), sessions("a", 12, 1.05, seed=2), ["a"], SETTINGS)
     assert judge(*args) == judge(*args)
+
+
+def test_a_session_with_several_workloads_is_one_pair() -> None:
+    """Its counts are of one text: as several pairs they would seem to be as many independent ones."""
+
+    def labelled(acceptance: float) -> list[SessionFigures]:
+        return [SessionFigures(f"s{i}", name, 0, 0, 60, int(60 * acceptance)) for i in range(3) for name in "abcd"]
+
+    verdict = judge(labelled(1.0), labelled(1.3), [], SETTINGS)
+    assert verdict.figures[0].sessions == 3
+    assert not verdict.passed
+    assert "has 3 held-out sessions, 6 are needed" in verdict.reasons[0]
