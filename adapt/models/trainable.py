@@ -133,6 +133,8 @@ def resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
     if rope.get("partial_rotary_factor") is None and raw.get("partial_rotary_factor") is not None:
         rope["partial_rotary_factor"] = raw["partial_rotary_factor"]
     rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope["rope_type"] == "mrope":  # for text, whose positions are equal, it is the plain one
+        rope["rope_type"] = "default"
     full["rope_parameters"] = rope
     return full
 
@@ -254,7 +256,7 @@ def _mtp_trainer_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
         f"an MTP head of {layers} layers": layers > 1,
         "an MTP head with experts and no shared one": has_experts(raw) and not raw.get("shared_expert_intermediate_size"),
         f"activation {raw.get('hidden_act')}": (raw.get("hidden_act") or "silu") != "silu",
-        "scaled RoPE": raw["rope_parameters"]["rope_type"] not in (*ROPE_TYPES, "mrope"),
+        "scaled RoPE": raw["rope_parameters"]["rope_type"] not in ROPE_TYPES,
         "layer_scale": raw.get("layer_scale"),
     }
     yield from (name for name, is_asked in checks.items() if is_asked)

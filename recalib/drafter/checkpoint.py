@@ -219,7 +219,8 @@ def read_drafter_config(drafter_dir: Path | str, num_draft_tokens: int = 0) -> D
     """Read a drafter's shape.
 
     Args:
-        num_draft_tokens: draft tokens of a round, for a drafter that drafts token after token; 0: as its config says.
+        num_draft_tokens: the engine's; 0: as the drafter's config says. A DFlash drafter's block has no more rows than that:
+            vLLM gives it as many, and each sees all others.
 
     Raises:
         CheckpointError: it can't be read or can't be trained.
@@ -227,8 +228,9 @@ def read_drafter_config(drafter_dir: Path | str, num_draft_tokens: int = 0) -> D
     folder = Path(drafter_dir)
     try:
         config = DrafterConfig.from_json(read_config(folder))
-        if config.drafts_one_by_one and num_draft_tokens:
-            config = replace(config, block_size=num_draft_tokens + 1)
+        if num_draft_tokens:
+            most = num_draft_tokens if config.drafts_one_by_one else min(num_draft_tokens, config.num_draft_tokens)
+            config = replace(config, block_size=most + 1)
         return config
     except CheckpointError:
         raise

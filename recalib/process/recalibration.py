@@ -236,11 +236,11 @@ class Recalibration:
         rows = sum(s.num_rows for w in wanted for s in store.stretches(w, False) if is_usable(s))
         if rows < self._settings.min_training_rows:
             lacks.append(f"{rows} of {self._settings.min_training_rows} rows")
-        held = {w: len({s.session for s in self._held_out(w, is_usable)}) for w in wanted}
+        held = {w: {s.session for s in self._held_out(w, is_usable)} for w in wanted}
         if not self.request.workloads:
-            held = {"": sum(held.values())}
-        for workload, sessions in held.items():
-            if sessions < self._sessions_needed:
+            held = {"": set().union(*held.values())}
+        for workload, found in held.items():
+            if (sessions := len(found)) < self._sessions_needed:
                 named = f" of workload {workload!r}" if workload else ""
                 lacks.append(f"{sessions} of {self._sessions_needed} held-out sessions{named}")
         return ", ".join(lacks)

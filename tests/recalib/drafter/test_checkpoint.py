@@ -14,7 +14,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from honed.recalib.drafter.checkpoint import CheckpointError, load_drafter, load_target_head, save_drafter
+from honed.recalib.drafter.checkpoint import (
+    CheckpointError,
+    load_drafter,
+    load_target_head,
+    read_drafter_config,
+    save_drafter,
+)
 
 
 def edit_config(folder: Path, **changes: object) -> None:
@@ -267,3 +273,10 @@ def test_a_target_inside_another_model_is_read(prefix: str, target_dir: Path) ->
 def test_capped_logits_are_not_computed_from_a_hidden_state(target_dir: Path) -> None:
     edit_config(target_dir, final_logit_softcapping=30.0)
     assert load_target_head(target_dir).last_hidden(torch.randn(5, 2 * 16), (0, 2)) is None
+
+
+def test_a_block_has_as_many_tokens_as_the_engine_drafts(drafter_dir: Path) -> None:
+    """VLLM gives it that many rows, and each sees all others; slots for trees beyond its own block are no rows."""
+    own = read_drafter_config(drafter_dir).num_draft_tokens
+    assert read_drafter_config(drafter_dir, own - 1).num_draft_tokens == own - 1
+    assert read_drafter_config(drafter_dir, 40).num_draft_tokens == own

@@ -196,6 +196,11 @@ def test_a_target_without_a_head_is_refused_by_name(tmp_path: Path) -> None:
     assert list((registry.root / "versions").iterdir()) == []
 
 
+def test_mrope_is_the_plain_one_for_text() -> None:
+    rope = {**TEXT["rope_parameters"], "rope_type": "mrope", "mrope_section": [1, 1, 2]}
+    assert DrafterConfig.from_json(TEXT | {"rope_parameters": rope}) == DrafterConfig.from_json(TEXT)
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
