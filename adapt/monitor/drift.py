@@ -214,16 +214,21 @@ class DriftMonitor:
         self.settings = settings
         self._num_spec_tokens = num_spec_tokens
         self._workloads: dict[str, _Workload] = {}
+        self._were_low: set[str] = set()
+        """Workloads whose low level was told of these weights: a trial's end is no reason to tell it again."""
         self._drafter_version = ""
 
     def reset(self, drafter_version: str) -> None:
         """Start over: new weights have a new acceptance."""
         self._workloads.clear()
+        if drafter_version != self._drafter_version:
+            self._were_low.clear()
         self._drafter_version = drafter_version
 
     def forget(self, workload: str) -> None:
         """Drop one workload."""
         self._workloads.pop(workload, None)
+        self._were_low.discard(workload)
 
     def observe(
         self,
@@ -244,6 +249,7 @@ class DriftMonitor:
         held = self._workloads.get(workload)
         if held is None:
             held = self._workloads[workload] = _Workload(self._num_spec_tokens, self.settings)
+            held.was_low = workload in self._were_low
         trials, successes = count_trials(num_draft_tokens, num_accepted_tokens, self._num_spec_tokens, num_invalid_tokens)
         held.recent.observe(num_draft_tokens, num_accepted_tokens, num_invalid_tokens)
         alarms = []
@@ -325,6 +331,7 @@ class DriftMonitor:
         if held.low.log_e < math.log(1.0 / FALSE_LOW) or seen < MIN_LOW_ROUNDS:
             return []
         held.was_low, held.low_since = True, held.age
+        self._were_low.add(workload)
         alarm = self._alarm("low_for_new_workload", workload, held, held.low, _length(best))
         held.alarm = alarm.text
         return [alarm]

@@ -111,9 +111,12 @@ class DriftAlarms:
         self._held = {(one.engine_id, one.alarm.workload): one for one in held}
 
     def note(self, engine_id: str, alarm: Alarm) -> None:
-        """Add an alarm, which replaces an older one of its workload."""
-        self._standing.pop((engine_id, alarm.workload), None)
-        self._standing[engine_id, alarm.workload] = Standing(engine_id, alarm)
+        """Add an alarm, which replaces an older one of its workload. One that says the same is due when the older one was."""
+        older = self._standing.pop((engine_id, alarm.workload), None)
+        one = Standing(engine_id, alarm)
+        if older is not None and older.alarm.kind == alarm.kind and not older.is_given_up:
+            one = replace(older, alarm=alarm)
+        self._standing[engine_id, alarm.workload] = one
         self._keep()
 
     def hold(self, engine_id: str, alarm: Alarm) -> None:

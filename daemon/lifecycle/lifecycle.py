@@ -187,7 +187,9 @@ class Lifecycle:
         self._canaries.begin(operation, "canary", self._drafters.active, version)
 
     def challenge(self, alarm: Alarm) -> None:
-        """Compare the active version, which got worse, with the previous one, if there is one."""
+        """Compare the active version, if it got worse, with the previous one, if there is one."""
+        if alarm.kind != "regressed":
+            return
         now_s = self._monotonic()
         aliases = self._drafters.aliases()
         active, previous = aliases["active"], aliases["previous"]

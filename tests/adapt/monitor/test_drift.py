@@ -73,9 +73,10 @@ def test_a_new_workload_far_below_the_best_is_reported_once():
     assert alarms[0].rounds <= 300
     assert f"most at draft positions {', '.join(map(str, alarms[0].positions))}, e-value" in alarms[0].text
     assert monitor.figures("b")["state"] == "low"
-    monitor.reset("v2")
-    feed(monitor, rng, "a", GOOD, 30)
-    assert [alarm.kind for alarm in feed(monitor, rng, "b", POOR, 10)] == ["low_for_new_workload"]
+    for version, told in (("v2", ["low_for_new_workload"]), ("v2", [])):  # the second time after a trial
+        monitor.reset(version)
+        feed(monitor, rng, "a", GOOD, 30)
+        assert [alarm.kind for alarm in feed(monitor, rng, "b", POOR, 10)] == told
 
 
 def test_a_low_workload_that_recovers_is_watched_like_any_other():

@@ -76,6 +76,22 @@ def test_what_failed_is_tried_again_after_pauses_that_double_and_not_for_ever() 
 
 
 @pytest.mark.fault("a gate that equal candidates pass by luck")
+def test_an_alarm_that_comes_again_begins_no_new_attempts() -> None:
+    """Else a trial that proves nothing, after which drift is looked for anew, would train without end."""
+    alarms = DriftAlarms(PAUSE_S)
+    alarms.note("e", alarm("b"))
+    fail(alarms, 10.0)
+    alarms.note("e", alarm("b", "again"))
+    assert alarms.due(10.0) == []
+    (one,) = alarms.due(10.0 + PAUSE_S)
+    assert (one.num_failed, one.alarm.text) == (1, "again")
+    for _ in range(MAX_ATTEMPTS):
+        fail(alarms, 1e6)
+    assert alarms.due(1e9) == []
+    alarms.note("e", alarm("b", "much later"))
+    assert [one.num_failed for one in alarms.due(1e9)] == [0]
+
+
 def test_all_attempts_together_have_the_whole_error() -> None:
     shares = [error_share(num_failed) for num_failed in range(MAX_ATTEMPTS)]
     assert sum(shares) == pytest.approx(1.0)
