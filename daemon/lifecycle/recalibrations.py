@@ -134,6 +134,14 @@ class Recalibrations:
         if why := self._drafters.fault(active):
             cure = "`honed rollback` goes back to a whole version, `honed promote VERSION` to any other."
             raise ConflictError(f"the active version can't be trained: {why}", cure=cure)
+        manifest = self._drafters.manifest(active)
+        if manifest.method != hello.method or manifest.target_path not in ("", hello.target_path):
+            made_for = f"method {manifest.method!r} and target {manifest.target_path!r}"
+            raise ConflictError(
+                f"the active version {active} is for {made_for}, engine {engine.engine_id} has method {hello.method!r} "
+                f"and target {hello.target_path!r}",
+                cure="`honed drafters` names the version that this engine runs; `honed promote VERSION` makes it active.",
+            )
         scope = scope or self._settings.scope
         if scope == "full" and hello.features == "fused" and hello.method != "mtp":
             raise ConflictError(

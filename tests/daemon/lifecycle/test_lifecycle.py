@@ -966,3 +966,15 @@ def test_weights_arent_verified_amid_a_swap(stage: Stage) -> None:
     answer = stage.client.post("/v1/engines/engine-0:verify")
     assert answer.status_code == 409
     assert "a swap is under way" in answer.text
+
+
+def test_nothing_is_trained_from_a_version_of_another_target(stage: Stage) -> None:
+    """Its candidate could be tried on no engine, and the trial would never end."""
+    elsewhere = stage.service.drafters.registry.create(
+        lambda folder: write_checkpoint(folder, 3.0), target_path="/models/other"
+    )
+    with stage.service.lock:
+        stage.service.drafters.move({"active": elsewhere.version})
+    answer = stage.client.post("/v1/recalibrations", json={})
+    assert answer.status_code == 409
+    assert "target '/models/other', engine engine-0 has method 'dflash' and target '/models/tiny'" in answer.text
