@@ -62,6 +62,7 @@ DAEMON_MAY_TAKE_FROM_RECALIB = {
     "honed.recalib.registry.manifest",
     "honed.recalib.registry.weights_digest",
     "honed.recalib.gate.gate",
+    "honed.recalib.config.compiler",
     "honed.recalib.config.trainer",
     "honed.recalib.config.training",
     "honed.recalib.config.drafter",

@@ -7,7 +7,7 @@
 - fuzz: 10,000,000 mutated frames of all messages to engine.sock and 1,000,000 mutated requests to both HTTP listeners. No
   exception may be unhandled, and an honest engine's batches must be acknowledged within a second.
 
-Engines speak real ZeroMQ and keep batches until they are acknowledged, as vLLM's publisher does. All of it takes some ten
+Engines speak real ZeroMQ and keep batches until they are acknowledged, as vLLM's publisher does. All of it takes
 hours on two cores. The last line of stdout is JSON; the command ends with 1 when a part hasn't passed.
 """
 

@@ -73,12 +73,13 @@ class SpareTime:
             return f"training cost users more than its budget ({self.limit}) {MOST_ALARMS} times in an hour: off for an hour"
         if now_s < self._pauses_until_s:
             return "steps were slow beside training"
-        if not self.meter.is_on or not all(map(self.meter.knows, engines)):
-            return "steps without training are measured"
         rows = [self.meter.latest.get(engine_id) for engine_id in engines]
         if any(row is None or now_s * 1e9 - row.end_ns > STALE_NS for row in rows):
             return "no step has ended lately, or the daemon's trainer.when isn't \"spare\""
-        return "requests wait for a place in the batch" if any(row and row.waiting for row in rows) else ""
+        if any(row and row.waiting for row in rows):
+            return "requests wait for a place in the batch"
+        is_measured = self.meter.is_on and all(map(self.meter.knows, engines))
+        return "" if is_measured else "steps without training are measured"
 
     def may_work(self, now_s: float, engines: Collection[str]) -> bool:
         """Return whether a unit may begin, or work go on, now beside the requests of these engines."""

@@ -12,7 +12,7 @@ from honed.recalib.config.drafter import Convolution, Eagle3, Experts, Markov, M
 from honed.recalib.config.memory import MemoryBudgetError, check_fits, count_parameters, estimate, estimate_and_cures
 from honed.recalib.drafter.checkpoint import KINDS
 from honed.recalib.drafter.dflash import DrafterConfig
-from honed.recalib.drafter.drafter import Drafter
+from honed.recalib.drafter.drafter import Drafter, Vocabulary
 from honed.recalib.drafter.mtp import MtpDrafter
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
@@ -54,7 +54,7 @@ ROWS = 600
 def make_drafter(config: DrafterConfig) -> Drafter:
     torch.manual_seed(0)
     embed = torch.randn(config.vocab_size, config.hidden_size)
-    drafter = KINDS[config.method](config, embed, embed)
+    drafter = KINDS[config.method](config, Vocabulary(embed, embed))
     if config.mtp and config.mtp.experts:
         count, width = config.mtp.experts.count, config.mtp.experts.intermediate_size
         assert isinstance(drafter, MtpDrafter)

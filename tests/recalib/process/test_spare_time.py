@@ -197,8 +197,6 @@ def test_nothing_runs_while_requests_wait_or_no_step_ends() -> None:
     made.run(60.0)
     made.waiting = 3
     made.run(1.0)
-    while not made.spare.meter.is_on:
-        made.run(0.1)
     assert made.spare.why_not(made.now_s, ENGINES) == "requests wait for a place in the batch"
     _, worked = made.run(20.0)
     assert worked == 0.0
