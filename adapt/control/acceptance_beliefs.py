@@ -27,7 +27,7 @@ from honed.adapt.acceptance.rounds import Rounds
 from honed.adapt.acceptance.tree_gains import TreeGains
 from honed.adapt.control.explanation import describe
 from honed.adapt.control.settings import ControllerSettings
-from honed.adapt.monitor.drift import Alarm, DriftMonitor
+from honed.adapt.monitor.drift import Alarm, DriftMonitor, Past
 from honed.adapt.protocol.arrays import Floats
 from honed.adapt.protocol.wire import WorkloadPrior
 from honed.adapt.protocol.workloads import MAX_WORKLOADS
@@ -114,12 +114,14 @@ class AcceptanceBeliefs:
         workload.contexts.observe(rounds.position, reached, accepted, information)
         self._counts.observe(*columns, weights=information, theta=theta)
         workload.counts.observe(*columns, weights=information, theta=theta)
+        alarms = []
+        if workload is not self._others:
+            past = Past(workload.requests, rounds.request, self._request_strength(workload))
+            alarms = self._drift.observe(name, *columns, past=past, now_s=now_s)
         workload.requests.observe(rounds.request, reached, accepted)
         self._num_seen += float(information.sum())
         workload.last_round = self._num_seen
-        if workload is self._others:
-            return []
-        return self._drift.observe(name, *columns, design_effect=self._design_effect(workload), now_s=now_s)
+        return alarms
 
     def _workload(self, name: str) -> _Workload:
         """Get a workload's estimates, new ones for a new workload, or `_others` while there is no room for it."""

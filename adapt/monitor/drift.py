@@ -25,7 +25,12 @@ A busy engine has `REFERENCE_ROUNDS` in a second, and its long horizon would be 
 would lower the reference too. So horizons are in rounds of *age*, at most `REFERENCE_ROUNDS` in `reference_s`. Only the least
 number of rounds for a test is in actual rounds.
 
-Rounds of one request resemble each other: evidence is divided by the design effect (an e-value's power < 1 is an e-value).
+Rounds of one request resemble each other, and a rule that drafts more for easy requests while load is high would make an
+acceptance that depends on load. So a round is compared with what its request's own past lets expect, as in
+`adapt.acceptance.estimate`: p₀ has its failure odds times θ. After n rounds that past shows most of a loss as well, so the loss
+that is bet on shrinks by 1 / (1 + (n − 1)·ρ), and evidence comes from requests' first rounds. What pasts don't explain, as
+requests with easy and hard stretches, is measured: evidence is divided by the dispersion of recent requests' sums (an e-value's
+power < 1 is an e-value).
 
 Source: Shin, Ramdas, Rinaldo, arXiv 2203.03532, "E-detectors"; Page, Biometrika 41 (1954).
 """
@@ -34,16 +39,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from honed.adapt.acceptance.estimate import EDGE, AcceptanceCounts, acceptance_length, chain_estimate, count_trials
-from honed.adapt.protocol.arrays import Floats, IntsLike
+from honed.adapt.acceptance.estimate import (
+    EDGE,
+    AcceptanceCounts,
+    RequestTable,
+    acceptance_length,
+    chain_estimate,
+    reached_and_accepted,
+    scale_odds,
+)
+from honed.adapt.protocol.arrays import Floats, Ints, IntsLike
 from honed.adapt.protocol.ranges import COUNT, Range, Ranges, check_ranges
 
 _LOSSES = np.array([0.1, 0.25, 0.5])
 """Relative losses below the tolerated level, bet on in equal parts."""
+_FEW = 50.0
+"""Variance of successes for which a dispersion of 1 is assumed at first."""
 _LOG10 = math.log(10.0)
 TOLERATED_LOSS = 0.03
 """A relative loss of conditional acceptance that isn't worth an alarm."""
@@ -112,6 +128,79 @@ class Alarm:
     text: str
 
 
+class Past(NamedTuple):
+    """What earlier rounds showed of the requests of a batch's rounds."""
+
+    table: RequestTable
+    request: npt.NDArray[np.uint64]
+    """Of each round, [R]."""
+    strength: float
+    """Pseudo-rounds of the workload's curve against a request's own."""
+
+
+class Trials:
+    """The trials of a batch's R rounds, one after the other: N of them."""
+
+    def __init__(self, reached: Ints, accepted: Ints, past: Past | None) -> None:
+        self.reached, self.accepted, self.past = reached, accepted, past
+        self.round: Ints = np.repeat(np.arange(len(reached)), reached)  # [N]
+        self.position: Ints = np.arange(len(self.round)) - np.repeat(np.cumsum(reached) - reached, reached)  # [N]
+        self.is_success = self.position < accepted[self.round]  # [N]
+        self.information: Floats = np.ones(len(reached))
+        """Independent rounds that each round is worth, [R]."""
+        if past is not None:
+            self.information = past.table.information(past.request, reached, past.strength)
+        self.weight = np.sqrt(self.information)[self.round]
+        """Share of a change of the workload's curve that the past of the trial's request doesn't show yet, [N]."""
+
+    def theta(self, curve: Floats) -> Floats:  # [K] -> [R]
+        """Failure odds of the rounds' requests relative to a curve, from their earlier rounds."""
+        if self.past is None:
+            return np.ones(len(self.reached))
+        table, request, strength = self.past
+        return table.theta(request, self.reached, self.accepted, curve, strength)
+
+    def predict(self, curve: Floats) -> Floats:  # [K] -> [N]
+        """Probability of success of each trial, if a request without history has this curve."""
+        return scale_odds(curve[self.position], self.theta(curve)[self.round])
+
+    def deviation(self, curve: Floats, tolerated: float) -> float:
+        """How far successes are from the tolerated level, in standard deviations."""
+        predicted = self.predict(curve) * (1.0 - tolerated)
+        variance = float((predicted * self.weight**2) @ (1.0 - predicted))
+        return float((self.is_success - predicted) @ self.weight) / math.sqrt(max(variance, 1e-9))
+
+    def count_into(self, counts: AcceptanceCounts) -> None:
+        """Count the rounds, each by what its request's past leaves open."""
+        counts.observe(self.reached, self.accepted, weights=self.information, theta=self.theta(_curve(counts)))
+
+
+class Dispersion:
+    """How many times as much the sums of recent requests' successes vary as their pasts say: 1 where these say all."""
+
+    def __init__(self) -> None:
+        self._residual = self._variance = np.zeros(0)
+
+    @property
+    def value(self) -> float:
+        """The factor, at least 1."""
+        return max((float(self._residual @ self._residual) + _FEW) / (float(self._variance.sum()) + _FEW), 1.0)
+
+    def observe(self, trials: Trials, curve: Floats) -> None:
+        """Fold in a batch."""
+        if trials.past is None:
+            return
+        table, request, _ = trials.past
+        if not len(self._variance):
+            self._residual, self._variance = np.zeros(len(table.owner)), np.zeros(len(table.owner))
+        slots, newcomers = table.places(request)
+        predicted = trials.predict(curve)
+        self._residual[newcomers] = self._variance[newcomers] = 0.0
+        slots = slots[trials.round]
+        self._residual += np.bincount(slots, (trials.is_success - predicted) * trials.weight, len(self._residual))
+        self._variance += np.bincount(slots, predicted * (1.0 - predicted) * trials.weight**2, len(self._variance))
+
+
 class Bet:
     """Wealth of bets that acceptance lies below p₀, at all positions or at one, and, if asked, from any starting point."""
 
@@ -121,11 +210,12 @@ class Bet:
         self._log_wealth: Floats = np.full(len(_LOSSES), -np.inf if is_restarting else 0.0)
         self._log_positions: Floats = np.full((len(_LOSSES), num_spec_tokens), -np.inf if is_restarting else 0.0)
 
-    def observe(self, trials: Floats, successes: Floats, null: Floats, design_effect: float) -> None:
-        """Settle a batch's bets against the curve `null`, which earlier batches determined."""
-        worse = null * (1.0 - _LOSSES[:, None])
-        gain = successes * np.log(worse / null) + (trials - successes) * np.log((1.0 - worse) / (1.0 - null))
-        gain /= max(design_effect, 1.0)
+    def observe(self, trials: Trials, curve: Floats, tolerated: float = 0.0, dispersion: float = 1.0) -> None:
+        """Settle a batch's bets against "acceptance ≥ (1 − tolerated) · curve", both of which earlier batches determined."""
+        null = trials.predict(curve) * (1.0 - tolerated)
+        worse = null * (1.0 - _LOSSES[:, None] * trials.weight)
+        ratio = np.log(np.where(trials.is_success, worse / null, (1.0 - worse) / (1.0 - null)))
+        gain = np.array([np.bincount(trials.position, one, len(curve)) for one in ratio]) / max(dispersion, 1.0)
         if self._is_restarting:
             self._num_starts += 1
             self._log_wealth = np.logaddexp(self._log_wealth, 0.0)
@@ -169,6 +259,7 @@ class _Workload:
         self.low = Bet(num_spec_tokens, is_restarting=False)
         self._settings = settings
         self.page_hinkley = PageHinkley(SUSPECT_SLACK)
+        self.dispersion = Dispersion()
         self.rounds = 0
         self.age = 0.0
         self.alarmed_at = self.suspect_since = self.low_since = -1.0
@@ -236,12 +327,13 @@ class DriftMonitor:
         num_draft_tokens: IntsLike,
         num_accepted_tokens: IntsLike,
         num_invalid_tokens: IntsLike | None = None,
-        design_effect: float = 1.0,
+        past: Past | None = None,
         now_s: float | None = None,
     ) -> list[Alarm]:
         """Fold in one batch's rounds of a workload; return the alarms that they raise.
 
         Args:
+            past: of the rounds' requests, without these rounds; None: every round is of a request of its own.
             now_s: time of the rounds; None: all of them count as age.
         """
         if not len(num_draft_tokens) or not self._num_spec_tokens:
@@ -250,15 +342,18 @@ class DriftMonitor:
         if held is None:
             held = self._workloads[workload] = _Workload(self._num_spec_tokens, self.settings)
             held.was_low = workload in self._were_low
-        trials, successes = count_trials(num_draft_tokens, num_accepted_tokens, self._num_spec_tokens, num_invalid_tokens)
-        held.recent.observe(num_draft_tokens, num_accepted_tokens, num_invalid_tokens)
+        trials = Trials(
+            *reached_and_accepted(num_draft_tokens, num_accepted_tokens, self._num_spec_tokens, num_invalid_tokens), past
+        )
+        trials.count_into(held.recent)
         alarms = []
         if held.rounds >= self.settings.min_reference_rounds:
-            alarms += self._test_regression(workload, held, trials, successes, design_effect)
-        alarms += self._test_low(workload, held, trials, successes, design_effect)
-        held.grow(len(num_draft_tokens), now_s)
+            alarms += self._test_regression(workload, held, trials)
+        alarms += self._test_low(workload, held, trials)
+        held.grow(len(trials.reached), now_s)
+        held.dispersion.observe(trials, _curve(held.reference))
         if held.suspect_since < 0.0:
-            held.reference.observe(num_draft_tokens, num_accepted_tokens, num_invalid_tokens)
+            trials.count_into(held.reference)
         return alarms
 
     def figures(self, workload: str) -> dict[str, object]:
@@ -274,15 +369,11 @@ class DriftMonitor:
             "reference_length": round(_length(held.reference), 4),
         }
 
-    def _test_regression(
-        self, workload: str, held: _Workload, trials: Floats, successes: Floats, design_effect: float
-    ) -> list[Alarm]:
+    def _test_regression(self, workload: str, held: _Workload, trials: Trials) -> list[Alarm]:
         settings = self.settings
-        null = lower_curve(held.reference, REFERENCE_Z, design_effect) * (1.0 - TOLERATED_LOSS)
-        held.regressed.observe(trials, successes, np.clip(null, EDGE, 1.0 - EDGE), design_effect)
-        curve = chain_estimate(held.reference.trials, held.reference.successes) * (1.0 - TOLERATED_LOSS)
-        variance = float(trials @ (curve * (1.0 - curve))) * max(design_effect, 1.0)
-        held.page_hinkley.observe(float((successes - trials * curve).sum()) / math.sqrt(max(variance, 1e-9)))
+        dispersion = held.dispersion.value
+        held.regressed.observe(trials, lower_curve(held.reference, REFERENCE_Z), TOLERATED_LOSS, dispersion)
+        held.page_hinkley.observe(trials.deviation(_curve(held.reference), TOLERATED_LOSS) / math.sqrt(dispersion))
         if held.regressed.log_e >= math.log(settings.batches_per_false_alarm):
             is_armed = not held.is_drifted
             alarm = self._alarm("regressed", workload, held, held.regressed, _length(held.reference))
@@ -307,7 +398,7 @@ class DriftMonitor:
             held.page_hinkley, held.suspect_since = PageHinkley(SUSPECT_SLACK), -1.0
         return []
 
-    def _test_low(self, workload: str, held: _Workload, trials: Floats, successes: Floats, design_effect: float) -> list[Alarm]:
+    def _test_low(self, workload: str, held: _Workload, trials: Trials) -> list[Alarm]:
         settings = self.settings
         if held.low_since >= 0.0 and held.age - held.low_since >= settings.new_workload_rounds:
             held.low_since = -1.0  # the low level is this workload's normal
@@ -322,12 +413,12 @@ class DriftMonitor:
             return []
         best = max(others, key=_length)
         if held.low_since >= 0.0:
-            if _is_near(held.recent, best, settings, design_effect):
+            if _is_near(held.recent, best, settings):
                 held.low_since = -1.0
             return []
-        null = lower_curve(best, REFERENCE_Z, design_effect) * (1.0 - settings.low_gap)
-        held.low.observe(trials, successes, np.clip(null, EDGE, 1.0 - EDGE), design_effect)
-        seen = held.rounds + trials[0]
+        curve = lower_curve(best, REFERENCE_Z) * (1.0 - settings.low_gap)
+        held.low.observe(trials, curve, dispersion=held.dispersion.value)
+        seen = held.rounds + len(trials.reached)
         if held.low.log_e < math.log(1.0 / FALSE_LOW) or seen < MIN_LOW_ROUNDS:
             return []
         held.was_low, held.low_since = True, held.age
@@ -348,19 +439,23 @@ class DriftMonitor:
         return Alarm(kind, workload, self._drafter_version, positions, evidence, held.rounds, length, reference_length, text)
 
 
-def lower_curve(counts: AcceptanceCounts, z: float, design_effect: float) -> Floats:
+def lower_curve(counts: AcceptanceCounts, z: float) -> Floats:
     """Compute the curve less z standard errors, [K]; near 0 with next to no data, which then prove nothing."""
-    trials = counts.trials / max(design_effect, 1.0) + 1.0
-    mean = (counts.successes / max(design_effect, 1.0) + 0.5) / trials
+    trials = counts.trials + 1.0
+    mean = (counts.successes + 0.5) / trials
     return np.clip(mean - z * np.sqrt(mean * (1.0 - mean) / trials), EDGE, 1.0 - EDGE)
 
 
-def _is_near(recent: AcceptanceCounts, best: AcceptanceCounts, settings: DriftSettings, design_effect: float) -> bool:
+def _is_near(recent: AcceptanceCounts, best: AcceptanceCounts, settings: DriftSettings) -> bool:
     """Whether recent acceptance is above the low level by more than its noise."""
-    low = chain_estimate(best.trials, best.successes) * (1.0 - settings.low_gap)
-    noise = math.sqrt(float(recent.trials @ (low * (1.0 - low))) * max(design_effect, 1.0))
+    low = _curve(best) * (1.0 - settings.low_gap)
+    noise = math.sqrt(float(recent.trials @ (low * (1.0 - low))))
     return float(recent.successes.sum() - recent.trials @ low) > REFERENCE_Z * noise
 
 
+def _curve(counts: AcceptanceCounts) -> Floats:
+    return chain_estimate(counts.trials, counts.successes)
+
+
 def _length(counts: AcceptanceCounts) -> float:
-    return acceptance_length(chain_estimate(counts.trials, counts.successes))
+    return acceptance_length(_curve(counts))

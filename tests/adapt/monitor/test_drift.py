@@ -3,13 +3,17 @@ import math
 import numpy as np
 import pytest
 
-from honed.adapt.acceptance.estimate import AcceptanceCounts, count_trials
-from honed.adapt.monitor.drift import Bet, DriftMonitor, DriftSettings, PageHinkley, lower_curve
+from honed.adapt.acceptance.estimate import AcceptanceCounts, RequestTable, reached_and_accepted
+from honed.adapt.monitor.drift import Bet, Dispersion, DriftMonitor, DriftSettings, PageHinkley, Past, Trials, lower_curve
 from tests.adapt.simulate import run_drift, simulate_rounds
 
 K = 7
 GOOD = np.array([0.85, 0.8, 0.8, 0.8, 0.75, 0.75, 0.75])
 POOR = np.array([0.3, 0.3, 0.25, 0.25, 0.25, 0.25, 0.25])
+
+
+def trials_of(lengths, accepted):
+    return Trials(*reached_and_accepted(lengths, accepted, max(lengths)), None)
 
 
 def feed(monitor, rng, workload, curve, batches, size=60):
@@ -177,10 +181,10 @@ def test_a_small_lasting_loss_becomes_normal_in_the_end():
 
 
 def test_rounds_that_repeat_each_other_weigh_less():
-    trials, successes = np.array([100.0]), np.array([40.0])
+    trials = trials_of([1] * 100, [1] * 40 + [0] * 60)
     plain, repeated = Bet(1, is_restarting=False), Bet(1, is_restarting=False)
-    plain.observe(trials, successes, np.array([0.6]), 1.0)
-    repeated.observe(trials, successes, np.array([0.6]), 4.0)
+    plain.observe(trials, np.array([0.6]))
+    repeated.observe(trials, np.array([0.6]), dispersion=4.0)
     assert 0.0 < repeated.log_e < plain.log_e
 
 
@@ -189,7 +193,7 @@ def test_the_bet_is_fair_at_its_null():
     for _ in range(4000):
         bet = Bet(2, is_restarting=False)
         lengths = np.full(5, 2)
-        bet.observe(*count_trials(lengths, simulate_rounds(rng, [0.6, 0.5], lengths), 2), np.array([0.6, 0.5]), 1.0)
+        bet.observe(trials_of(lengths, simulate_rounds(rng, [0.6, 0.5], lengths)), np.array([0.6, 0.5]))
         wealth.append(math.exp(bet.log_e))
     assert np.mean(wealth) == pytest.approx(1.0, abs=0.05)
 
@@ -197,9 +201,9 @@ def test_the_bet_is_fair_at_its_null():
 def test_a_position_that_says_nothing_is_not_named_for_having_been_watched_long():
     bet, null = Bet(2, is_restarting=True), np.array([0.6, 0.6])
     for _ in range(200):
-        bet.observe(np.array([10.0, 0.0]), np.array([6.0, 0.0]), null, 1.0)
+        bet.observe(trials_of([1] * 10, [1] * 6 + [0] * 4), null)
     for _ in range(10):
-        bet.observe(np.array([10.0, 0.0]), np.array([1.0, 0.0]), null, 1.0)
+        bet.observe(trials_of([1] * 10, [1] + [0] * 9), null)
     assert bet.positions() == (0,)
 
 
@@ -217,8 +221,87 @@ def test_a_young_reference_promises_less():
     young, old = AcceptanceCounts(2, 1e9), AcceptanceCounts(2, 1e9)
     young.observe([2] * 30, [1] * 30)
     old.observe([2] * 3000, [1] * 3000)
-    assert lower_curve(young, 2.0, 1.0)[0] < lower_curve(old, 2.0, 1.0)[0]
-    assert lower_curve(old, 2.0, 1.0)[1] < 0.01
+    assert lower_curve(young, 2.0)[0] < lower_curve(old, 2.0)[0]
+    assert lower_curve(old, 2.0)[1] < 0.01
+
+
+class Requests:
+    """Requests that differ, under a rule that stops drafting for those that look hard while many run."""
+
+    def __init__(self, rng, draw, mean_rounds, size=50):
+        self.rng, self.draw, self.mean_rounds, self.size = rng, draw, mean_rounds, size
+        self.monitor, self.table, self.running, self.count = DriftMonitor(K), RequestTable(K), [], 0
+
+    def step(self, load):
+        """One round of each running request that gets drafts: requests, lengths, accepted."""
+        self.running = [one for one in self.running if one["left"] > 0][:load]
+        while len(self.running) < load:
+            self.count += 1
+            key = (self.count * 0x9E3779B97F4A7C15) % 2**64
+            self.running.append(
+                {"key": key, "p": self.draw(self.rng), "s": 3.0, "n": 4.0, "left": self.rng.geometric(1 / self.mean_rounds)}
+            )
+        lengths = np.array([0 if load > 16 and one["s"] < 0.6 * one["n"] else 5 for one in self.running])
+        p = np.array([[one["p"]] * K for one in self.running])
+        accepted = np.minimum(np.cumprod(self.rng.random(p.shape) < p, axis=1).sum(axis=1), lengths)
+        for one, length, passed in zip(self.running, lengths, accepted, strict=True):
+            one["left"] -= 1
+            one["s"] += passed
+            one["n"] += min(passed + 1, length)
+        keys = np.array([one["key"] for one in self.running], dtype=np.uint64)
+        return keys[lengths > 0], lengths[lengths > 0], accepted[lengths > 0]
+
+    def feed(self, load, batches):
+        alarms = []
+        for _ in range(batches):
+            keys, lengths, accepted = (
+                np.concatenate(part) for part in zip(*(self.step(load) for _ in range(self.size)), strict=True)
+            )
+            past = Past(self.table, keys, self.table.strength())
+            alarms += self.monitor.observe("w", lengths, accepted, past=past, now_s=self.count * 0.1)
+            self.table.observe(keys, *reached_and_accepted(lengths, accepted, K))
+        return alarms
+
+
+def easy_or_hard(rng):
+    return 0.85 if rng.random() < 0.5 else 0.5
+
+
+@pytest.mark.parametrize("mean_rounds", [60, 4000])
+def test_a_change_of_load_is_no_drift(mean_rounds):
+    """While load is high only easy requests get drafts; when it falls the hard ones get them too."""
+    for seed in range(3):
+        requests = Requests(np.random.default_rng(seed), easy_or_hard, mean_rounds, size=10 if mean_rounds < 1000 else 100)
+        assert requests.feed(64, 30) + requests.feed(4, 100) + requests.feed(64, 20) + requests.feed(4, 50) == []
+
+
+def test_two_long_requests_after_two_others_are_no_drift():
+    for seed in range(3):
+        assert Requests(np.random.default_rng(seed), lambda rng: rng.beta(6, 3), 4000).feed(2, 400) == []
+
+
+def test_a_loss_shows_in_new_requests_though_each_explains_its_own():
+    found = []
+    for seed in range(3):
+        requests = Requests(np.random.default_rng(seed), lambda rng: rng.beta(6, 3), 60, size=10)
+        assert requests.feed(16, 100) == []
+        requests.draw = lambda rng: 0.65 * rng.beta(6, 3)
+        found += requests.feed(16, 100)
+    assert [alarm.kind for alarm in found] == ["regressed"] * 3
+
+
+@pytest.mark.parametrize(("levels", "least", "most"), [((0.6, 0.6), 1.0, 1.3), ((0.3, 0.9), 3.0, 30.0)])
+def test_the_dispersion_is_that_of_what_pasts_do_not_explain(levels, least, most):
+    """Requests have stretches of 20 rounds, each at one of two levels."""
+    rng, table, held = np.random.default_rng(0), RequestTable(1), Dispersion()
+    keys, ones = np.arange(64, dtype=np.uint64), np.ones(64, dtype=np.int64)
+    for number in range(100):
+        if number % 20 == 0:
+            p = rng.choice(levels, 64)
+        accepted = (rng.random(64) < p).astype(np.int64)
+        held.observe(Trials(ones, accepted, Past(table, keys, 512.0)), np.array([0.6]))
+        table.observe(keys, ones, accepted)
+    assert least <= held.value <= most
 
 
 def test_odd_input_is_no_error():
