@@ -22,16 +22,28 @@ class Seen:
     aux: dict[int, Tensor] = field(default_factory=dict)
     token_ids: dict[int, int] = field(default_factory=dict)
     drafts: dict[int, list[int]] = field(default_factory=dict)
+    logits: dict[int, Tensor] = field(default_factory=dict)
+    """Those of each draft, [K, V], by anchor; only for a drafter that drafts token after token, if asked for."""
 
 
-def listen(running: TestEngine) -> dict[str, Seen]:
-    """Note all that the drafter is given, and what it drafts, from now on."""
+def listen(running: TestEngine, *, has_logits: bool = False) -> dict[str, Seen]:
+    """Note all that the drafter is given, and what it drafts, from now on; `has_logits`: and the logits (V1)."""
     runner = worker_of(running)._honed_side.runner
     seen: dict[str, Seen] = defaultdict(Seen)
     propose = runner.drafter.propose
+    passes: list[Tensor] = []
+    if has_logits:
+        compute = runner.drafter.model.compute_logits
+
+        def computing(hidden: Tensor) -> Tensor:
+            passes.append(compute(hidden).float().clone())
+            return passes[-1].clone()
+
+        runner.drafter.model.compute_logits = computing
 
     def listening(*args: Any, **kwargs: Any) -> Any:
         view = runner.view(args, kwargs)
+        passes.clear()
         drafted = propose(*args, **kwargs)
         if view is not None:
             aux = (view.aux if isinstance(view.aux, Tensor) else torch.cat(list(view.aux or ()), dim=-1)).cpu()
@@ -41,11 +53,42 @@ def listen(running: TestEngine) -> dict[str, Seen]:
                 seen[request].aux |= {int(view.positions[row]): aux[row].clone() for row in rows}
                 seen[request].token_ids |= {int(view.positions[row]): int(view.token_ids[row]) for row in rows}
                 if kwargs.get("num_speculative_tokens") != 0:  # V2 returns old ones then
-                    seen[request].drafts[int(view.positions[end - 1]) + 1] = drafted[i].tolist()
+                    anchor = int(view.positions[end - 1]) + 1
+                    seen[request].drafts[anchor] = drafted[i].tolist()
+                    if passes:
+                        seen[request].logits[anchor] = torch.stack([one[i] for one in passes])
         return drafted
 
     runner.drafter.propose = listening
     return seen
+
+
+@torch.inference_mode()
+def difference_of_logits(drafter: UnrolledDrafter, seen: dict[str, Seen]) -> float:
+    """Largest difference of honed's logits from vLLM's, in standard deviations of the logits, over all steps of all blocks.
+
+    honed's drafter is given vLLM's drafts. A step that were compared with the one before it must show.
+    """
+    apart, shifted, num_blocks = 0.0, 0.0, 0
+    for request in seen.values():
+        rows = range(max(request.aux) + 1)
+        anchors = [one for one, drafts in request.drafts.items() if len(drafts) == K and one + K < len(rows)]
+        if not anchors:
+            continue
+        context = drafter.fuse(torch.stack([request.aux[row].float() for row in rows]))
+        tokens = torch.tensor([request.token_ids[row] for row in rows])
+        drafts = torch.tensor([request.drafts[one] for one in anchors])
+        ours = drafter(context, torch.arange(len(rows)), tokens, torch.tensor(anchors), block_tokens=drafts)
+        theirs = torch.stack([request.logits[one] for one in anchors])
+        is_word = torch.isfinite(ours)
+        assert torch.equal(is_word, torch.isfinite(theirs))
+        scale = float(ours[is_word].std())
+        apart = max(apart, float((ours - theirs)[is_word].abs().max()) / scale)
+        shifted = max(shifted, float((ours[:, 1:] - theirs[:, :-1])[is_word[:, 1:]].abs().max()) / scale)
+        num_blocks += len(anchors)
+    assert num_blocks > 20, "nothing was drafted: this shows nothing"
+    assert shifted > 20 * apart, f"steps are no more alike than others: {apart:.1e} and {shifted:.1e}"
+    return apart
 
 
 @torch.inference_mode()

@@ -14,11 +14,12 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from benchmarks.make_pairs.kinds import eagle3_json, fresh_eagle3, write_eagle3
 from honed.adapt.models.drafter_tensor_names import makes_context
 from honed.recalib.drafter.checkpoint import load_drafter, save_drafter
+from honed.recalib.drafter.unrolled import UnrolledDrafter
 from honed.recalib.samples.ring_reader import RingReader
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.samples.sessions import SessionAssembler
 from honed.recalib.training.micro_step import MicroTrainer, Scope, TrainingSettings
-from tests.e2e.drafting import Seen, listen, share_of_equal_drafts
+from tests.e2e.drafting import Seen, difference_of_logits, listen, share_of_equal_drafts
 from tests.e2e.engine import TARGET, K, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.swapping import swap, wait_until_written
@@ -65,7 +66,7 @@ def captured(running: TestEngine, plain_answers: list[list[int]]) -> tuple[dict[
     """All that the drafter was given, and the samples that honed took of it."""
     assert running.honed._workers.findings.capabilities == ("events", "draft_length", "capture", "swap")
     set_policy(running, capture_share=1.0)
-    seen, stock = listen(running), running.honed
+    seen, stock = listen(running, has_logits=True), running.honed
     assert answers(running) == plain_answers
     stock.before_schedule()
     wait_until_written(running)
@@ -87,6 +88,14 @@ def test_captured_rows_are_fused_ones_of_whole_requests(
         rows = by_tokens[tuple(sample.token_ids.tolist())]
         wanted = drafter.fuse(torch.stack([rows.aux[int(position)] for position in sample.positions]))
         torch.testing.assert_close(sample.features, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_the_logits_of_every_step_are_those_of_vllm(
+    captured: tuple[dict[str, Seen], list[TrainingSample]], drafter_dir: Path
+) -> None:
+    drafter = load_drafter(drafter_dir, TARGET, num_draft_tokens=K)
+    assert isinstance(drafter, UnrolledDrafter)
+    assert difference_of_logits(drafter, captured[0]) < 1e-3
 
 
 def trained(drafter_dir: Path, samples: list[TrainingSample], scope: Scope, folder: Path) -> Path:

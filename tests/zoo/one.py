@@ -4,6 +4,7 @@ events    what honed logged is what vLLM counted
 greedy    tokens are those without honed and without speculation; where speculation itself changes them, those with it
 capture   captured features are the hidden states that Transformers computes
 drafts    honed's drafter drafts what vLLM's drafted
+logits    its logits are those of vLLM's class in every step (EAGLE-3 and MTP in float32)
 idle      the same after steps that draft nothing
 swap      other weights and back: checksums are those of the files, tokens stay
 trained   some updates on what was captured make a version that drafts more, and serves; then a roll-back
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e import triton_on_cpu
-from tests.e2e.engine import IS_CUDA, IS_SLOW, TARGET, K, TestEngine, engine, held_out
+from tests.e2e.engine import IS_CUDA, IS_SLOW, IS_V2, TARGET, K, TestEngine, engine, held_out
 
 if IS_SLOW:
     triton_on_cpu.install()
@@ -31,13 +32,14 @@ import torch
 
 from honed.recalib.drafter.checkpoint import load_drafter, save_drafter
 from honed.recalib.drafter.drafter import Drafter
+from honed.recalib.drafter.unrolled import UnrolledDrafter
 from honed.recalib.gate.evaluate import expected_acceptance_length
 from honed.recalib.registry.weights_digest import weights_digests
 from honed.recalib.samples.ring_reader import RingReader
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.samples.sessions import SessionAssembler
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
-from tests.e2e.drafting import listen, share_of_equal_drafts
+from tests.e2e.drafting import difference_of_logits, listen, share_of_equal_drafts
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.swapping import swap, wait_until_written
 from tests.zoo.pairs import PAIRS, make
@@ -56,6 +58,10 @@ NUM_UPDATES = 200 if PAIR.method in ("eagle3", "mtp") else 40 if IS_SLOW else 12
 TOLERANCE = 1e-2 if IS_CUDA else 1e-4
 """Of captured features, relative to their size: other rows or layers would be off by more than 1. On CUDA vLLM's attention
 multiplies float32 with ten bits. Where vLLM rounds, twice the distance that Transformers' own rounding makes is allowed."""
+HAS_LOGITS = PAIR.method in ("eagle3", "mtp") and PAIR.dtype == "float32" and not IS_V2
+"""Whether vLLM's logits can be noted and held against honed's, which are of float32."""
+TOLERANCE_OF_LOGITS = 1e-1 if IS_CUDA else 1e-3
+"""In standard deviations of the logits."""
 LEAST_SHARE = {"float32": 0.98 if IS_CUDA else 0.99, "bfloat16": 0.9}
 """Of equal drafts: honed computes in float32."""
 
@@ -186,7 +192,7 @@ def run(folder: Path) -> dict[str, Any]:
         assert "capture" in findings.capabilities, findings.untrained
         running.honed._recorder.is_logging_token_ids = True
         set_policy(running, capture_share=1.0)
-        seen = listen(running)
+        seen = listen(running, has_logits=HAS_LOGITS)
         before, found = running.counters(), answers(running)
         after = running.counters()
         logged = counted(rounds(take_batches(running)))
@@ -207,6 +213,10 @@ def run(folder: Path) -> dict[str, Any]:
         result["equal_drafts"] = round(share_of_equal_drafts(drafter, dict(seen)), 4)
         result["drafts"] = result["equal_drafts"] >= LEAST_SHARE[PAIR.dtype]
 
+        if HAS_LOGITS:
+            assert isinstance(drafter, UnrolledDrafter)
+            result["logits_apart"] = float(f"{difference_of_logits(drafter, dict(seen)):.2g}")
+            result["logits"] = result["logits_apart"] < TOLERANCE_OF_LOGITS
         result["idle_share"] = round(share_after_idle_steps(running, drafter, expected), 4)
         result["idle"] = result["idle_share"] >= LEAST_SHARE[PAIR.dtype]
 
