@@ -10,6 +10,7 @@ drafters' acceptance on held-out texts.
     speed_ratio        tokens trained per second, by the medians of the micro-steps, which take turns
     gradients          largest difference of the first micro-step's gradients of "ce", over the largest gradient of the tensor,
                        for DFlash with all words; speculators' are scaled by the number of positions over their weights' sum
+    logits             largest difference of logits in any unrolled step before training, in standard deviations; for EAGLE-3
 
 The pairs: DFlash with the target's whole vocabulary, and with a head of its own of its most frequent words; and EAGLE-3, where
 every emitted token is an anchor, if `python -m benchmarks.make_pairs eagle3` has made the pair in build/pairs. A bar is missed
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
@@ -47,7 +49,7 @@ from honed.recalib.drafter.checkpoint import load_drafter
 from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.drafter.eagle3 import Eagle3Drafter
 from honed.recalib.gate.evaluate import expected_acceptance_length
-from honed.recalib.samples.sample import TrainingSample
+from honed.recalib.samples.sample import TrainingSample, pack
 from honed.recalib.training import losses
 from honed.recalib.training.micro_step import MicroTrainer
 
@@ -158,6 +160,8 @@ def compare(
         if not number and start.words is None:
             scale = k / float(losses.position_weights(k, settings.decay_tokens).sum())
             gradients = difference(contenders["honed"].gradients(), contenders["speculators, ce"].gradients(), scale)
+    samples = learned[:SAMPLES]
+    logits = difference_of_logits(load(), model, samples, anchors_of(samples, k)) if trains_all else None
     found = {name: one.acceptance_length(held_out) for name, one in contenders.items()}
     return {
         "before": round(acceptance_length(start, held_out), 4),
@@ -166,6 +170,7 @@ def compare(
         "acceptance_ratio": round(found["honed"] / found["speculators"], 4),
         "speed_ratio": round(contenders["honed"].tokens_per_s / contenders["speculators"].tokens_per_s, 4),
         "gradients": gradients,
+        "logits": logits,
     }
 
 
@@ -174,6 +179,18 @@ def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor], scale: float)
     assert ours.keys() == theirs.keys()
     apart = max(float((ours[name] - scale * theirs[name]).abs().max() / ours[name].abs().max()) for name in ours)
     return float(f"{apart:.2g}")
+
+
+@torch.no_grad()
+def difference_of_logits(
+    drafter: Drafter, model: Qwen3ForCausalLM, samples: Sequence[TrainingSample], anchors: Tensor
+) -> float:
+    """Largest difference of logits in any unrolled step, in standard deviations of the logits."""
+    packed = pack([read_by(drafter, sample) for sample in samples])
+    hidden = drafter.draft_hidden(drafter.fuse(packed.features), packed.positions, packed.token_ids, anchors, packed.segments)
+    ours = F.linear(hidden, drafter.lm_head)
+    theirs = SpeculatorsEagle3(drafter, model, TrainingSettings(), "ce").logits(samples, anchors)
+    return float(f"{float((ours - theirs).abs().max() / ours.std()):.2g}")
 
 
 def reduced(folder: Path, learned: Sequence[TrainingSample]) -> Path:

@@ -161,6 +161,18 @@ class SpeculatorsEagle3(Speculators):
         )
         return made
 
+    @torch.no_grad()
+    def logits(self, samples: Sequence[TrainingSample], anchors: Tensor) -> Tensor:  # [N] -> [N, K, W]
+        """The logits of every unrolled step of these blocks, before any update."""
+        steps: list[Tensor] = []
+        hook = self.model.lm_head.register_forward_hook(lambda *given: steps.append(given[2][0]))
+        self._forward(samples, anchors)
+        hook.remove()
+        # The row of an anchor is the one before its own, of rows of which each sample's first is missing.
+        ends = torch.tensor([one.num_tokens for one in samples]).cumsum(0)
+        rows = anchors - 1 - torch.searchsorted(ends, anchors, right=True)
+        return torch.stack(steps, dim=1)[rows]
+
     def _forward(self, samples: Sequence[TrainingSample], anchors: Tensor) -> tuple[Tensor, int]:
         config = self._drafter.config
         features = torch.cat([one.features[:-1, : config.feature_size] for one in samples])
