@@ -126,6 +126,8 @@ class Alarm:
     acceptance_length: float
     reference_length: float
     text: str
+    since_s: float = 0.0
+    """Unix time at which the change most likely began; 0: unknown, or the workload was always so."""
 
 
 class Past(NamedTuple):
@@ -209,8 +211,13 @@ class Bet:
         self._num_starts = 0 if is_restarting else 1
         self._log_wealth: Floats = np.full(len(_LOSSES), -np.inf if is_restarting else 0.0)
         self._log_positions: Floats = np.full((len(_LOSSES), num_spec_tokens), -np.inf if is_restarting else 0.0)
+        self._rise: Floats = np.zeros(len(_LOSSES))
+        """Of log wealth above its least so far (CUSUM)."""
+        self._rising_since_s: Floats = np.zeros(len(_LOSSES))
 
-    def observe(self, trials: Trials, curve: Floats, tolerated: float = 0.0, dispersion: float = 1.0) -> None:
+    def observe(
+        self, trials: Trials, curve: Floats, tolerated: float = 0.0, dispersion: float = 1.0, now_s: float = 0.0
+    ) -> None:
         """Settle a batch's bets against "acceptance ≥ (1 − tolerated) · curve", both of which earlier batches determined."""
         null = trials.predict(curve) * (1.0 - tolerated)
         worse = null * (1.0 - _LOSSES[:, None] * trials.weight)
@@ -220,6 +227,8 @@ class Bet:
             self._num_starts += 1
             self._log_wealth = np.logaddexp(self._log_wealth, 0.0)
             self._log_positions = np.logaddexp(self._log_positions, 0.0)
+        self._rising_since_s[self._rise <= 0.0] = now_s
+        self._rise = np.maximum(self._rise + gain.sum(axis=1), 0.0)
         self._log_wealth = self._log_wealth + gain.sum(axis=1)
         self._log_positions = self._log_positions + gain
 
@@ -229,6 +238,11 @@ class Bet:
         everywhere = float(np.logaddexp.reduce(self._log_wealth)) - math.log(len(_LOSSES))
         somewhere = float(np.logaddexp.reduce(self._log_positions, axis=None)) - math.log(self._log_positions.size)
         return float(np.logaddexp(everywhere + math.log(0.75), somewhere + math.log(0.25)))
+
+    @property
+    def since_s(self) -> float:
+        """When the loss that has the most evidence most likely began: as the sum of its logarithms was least."""
+        return float(self._rising_since_s[int(self._log_wealth.argmax())])
 
     def positions(self) -> tuple[int, ...]:
         """Name the positions (from 0) whose own e-value is at least 20 a starting point, else the one with the largest."""
@@ -348,7 +362,7 @@ class DriftMonitor:
         trials.count_into(held.recent)
         alarms = []
         if held.rounds >= self.settings.min_reference_rounds:
-            alarms += self._test_regression(workload, held, trials)
+            alarms += self._test_regression(workload, held, trials, now_s or 0.0)
         alarms += self._test_low(workload, held, trials)
         held.grow(len(trials.reached), now_s)
         held.dispersion.observe(trials, _curve(held.reference))
@@ -369,10 +383,10 @@ class DriftMonitor:
             "reference_length": round(_length(held.reference), 4),
         }
 
-    def _test_regression(self, workload: str, held: _Workload, trials: Trials) -> list[Alarm]:
+    def _test_regression(self, workload: str, held: _Workload, trials: Trials, now_s: float) -> list[Alarm]:
         settings = self.settings
         dispersion = held.dispersion.value
-        held.regressed.observe(trials, lower_curve(held.reference, REFERENCE_Z), TOLERATED_LOSS, dispersion)
+        held.regressed.observe(trials, lower_curve(held.reference, REFERENCE_Z), TOLERATED_LOSS, dispersion, now_s)
         held.page_hinkley.observe(trials.deviation(_curve(held.reference), TOLERATED_LOSS) / math.sqrt(dispersion))
         if held.regressed.log_e >= math.log(settings.batches_per_false_alarm):
             is_armed = not held.is_drifted
@@ -436,7 +450,9 @@ class DriftMonitor:
             f"acceptance of workload {workload!r} {what}: acceptance length {length:.2f} against {reference_length:.2f}, "
             f"most at draft {where}, e-value 10^{evidence:.1f}"
         )
-        return Alarm(kind, workload, self._drafter_version, positions, evidence, held.rounds, length, reference_length, text)
+        since_s = bet.since_s if kind == "regressed" else 0.0
+        version, rounds = self._drafter_version, held.rounds
+        return Alarm(kind, workload, version, positions, evidence, rounds, length, reference_length, text, since_s)
 
 
 def lower_curve(counts: AcceptanceCounts, z: float) -> Floats:

@@ -439,6 +439,8 @@ class TrainRequest(_Message, frozen=True):
     """The engine's."""
     error_share: float = 1.0
     """This attempt's part of the gate's error, see recalib.gate.gate."""
+    since_s: Amount = 0.0
+    """Unix time from which on samples are of the traffic that must gain; earlier ones are only kept. 0: all are."""
     num_draft_tokens: Count = 0
     """The engine's draft tokens of a round, for drafters that draft token after token; 0: as the drafter's config says."""
 

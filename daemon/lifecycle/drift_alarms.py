@@ -133,6 +133,11 @@ class DriftAlarms:
         if held:
             self._keep()
 
+    def since_s(self, engine_id: str, workloads: Sequence[str]) -> float:
+        """Unix time at which the drift of these workloads began; 0: unknown for one of them."""
+        standing = (self._standing.get((engine_id, workload)) for workload in workloads)
+        return min((one.alarm.since_s if one is not None else 0.0 for one in standing), default=0.0)
+
     def due(self, now_s: float) -> list[Standing]:
         """Alarms that are due for an attempt."""
         return [one for one in self._standing.values() if now_s >= one.due_s and not one.is_given_up]

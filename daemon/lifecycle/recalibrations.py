@@ -175,6 +175,7 @@ class Recalibrations:
             dry_run=dry_run,
             vllm_version=hello.vllm_version,
             error_share=share,
+            since_s=self.alarms.since_s(engine.engine_id, workloads or []),
             num_draft_tokens=hello.num_spec_tokens,
         )
         self._trainer.tell(self._request)

@@ -31,6 +31,7 @@ from honed.recalib.gate.gate import GateSettings, judge
 from honed.recalib.registry.manifest import WEIGHTS, Figures
 from honed.recalib.registry.registry import Manifest, Registry, RegistryError
 from honed.recalib.registry.tensor_file import read_tensor_entries
+from honed.recalib.samples.selection import Selection
 from honed.recalib.samples.stretch import Stretch
 from honed.recalib.samples.traffic import Feed
 from honed.recalib.training.progress import OperationError, Progress, Stage
@@ -131,9 +132,10 @@ class Recalibration:
         run = self._run = TrainingRun(
             self.request, self._settings, parent_dir, self._feed, self.progress, self._working_s, self._state_dir
         )
-        is_usable = self._usable(parent, run.vocab_size)
+        request, is_usable = self.request, self._usable(parent, run.vocab_size)
+        samples = Selection(self._feed.store, is_usable, request.workloads, request.since_s)
         run.check_memory()
-        while missing := self._missing(is_usable):
+        while missing := self._missing(samples):
             if self.elapsed_s > self._settings.collect_s:
                 raise OperationError(f"too few samples after {self.elapsed_s:.0f} s: {missing}; {_COLLECT_CURE}")
             yield "collecting"
@@ -144,9 +146,9 @@ class Recalibration:
         drafter = run.load_drafter()
         yield "training"
         before_training = run.load_drafter()
-        for _ in run.steps(drafter, before_training, is_usable):
+        for _ in run.steps(drafter, before_training, samples):
             yield "training"
-        held_out = [s for w in self._feed.store.workloads() for s in self._held_out(w, is_usable)]
+        held_out = [s for w in samples.workloads() for s in self._held_out(w, samples)]
         before = yield from self._evaluate(run, before_training, held_out)
         trained = [parameter.detach().clone() for parameter in drafter.parameters()]
         for blend in self._settings.blends:
@@ -165,7 +167,7 @@ class Recalibration:
         if self.request.dry_run:
             return self._result(ok=True)
         yield "gating"
-        return self._result(ok=True, version=self._write(drafter, parent, parent_dir, is_usable).version)
+        return self._result(ok=True, version=self._write(drafter, parent, parent_dir, samples).version)
 
     def _evaluate(
         self, run: TrainingRun, drafter: Drafter, held_out: list[Stretch]
@@ -187,13 +189,16 @@ class Recalibration:
                 yield "gating"
         return figures
 
-    def _write(self, drafter: Drafter, parent: Manifest, parent_dir: Path, is_usable: Callable[[Stretch], bool]) -> Manifest:
-        store = self._feed.store
-        stretches = [s for w in store.workloads() for s in store.stretches(w, False) if is_usable(s)]
+    def _write(self, drafter: Drafter, parent: Manifest, parent_dir: Path, samples: Selection) -> Manifest:
+        stretches = [s for w in samples.workloads() for s in samples.stretches(w, False)]
         rows: Counter[str] = Counter()
         for stretch in stretches:
             rows[stretch.workload] += stretch.num_rows
-        window = {"rows": dict(rows), "sessions": len({s.session for s in stretches}), "digest": store.digest(stretches)}
+        window = {
+            "rows": dict(rows),
+            "sessions": len({s.session for s in stretches}),
+            "digest": self._feed.store.digest(stretches),
+        }
         progress = self.progress
         return self._registry.create(
             lambda folder: _save(drafter, folder, parent_dir),
@@ -228,15 +233,14 @@ class Recalibration:
 
         return is_usable
 
-    def _missing(self, is_usable: Callable[[Stretch], bool]) -> str:
+    def _missing(self, samples: Selection) -> str:
         """List what is still needed before training can begin; "" if nothing is."""
-        store = self._feed.store
-        wanted = self.request.workloads or store.workloads()
+        wanted = self.request.workloads or samples.workloads()
         lacks = []
-        rows = sum(s.num_rows for w in wanted for s in store.stretches(w, False) if is_usable(s))
+        rows = sum(s.num_rows for w in wanted for s in samples.stretches(w, False))
         if rows < self._settings.min_training_rows:
             lacks.append(f"{rows} of {self._settings.min_training_rows} rows")
-        held = {w: {s.session for s in self._held_out(w, is_usable)} for w in wanted}
+        held = {w: {s.session for s in self._held_out(w, samples)} for w in wanted}
         if not self.request.workloads:
             held = {"": set().union(*held.values())}
         for workload, found in held.items():
@@ -245,14 +249,14 @@ class Recalibration:
                 lacks.append(f"{sessions} of {self._sessions_needed} held-out sessions{named}")
         return ", ".join(lacks)
 
-    def _held_out(self, workload: str, is_usable: Callable[[Stretch], bool]) -> list[Stretch]:
+    def _held_out(self, workload: str, samples: Selection) -> list[Stretch]:
         """Choose whole held-out sessions of a workload, in an order independent of their content.
 
         Their judged rows stay within the row limit, but there are always enough sessions to judge a gain.
         """
         sessions: dict[str, list[Stretch]] = {}
-        for stretch in self._feed.store.stretches(workload, True):
-            if is_usable(stretch) and stretch.num_judged:
+        for stretch in samples.stretches(workload, True):
+            if stretch.num_judged:
                 sessions.setdefault(stretch.session, []).append(stretch)
         chosen: list[Stretch] = []
         num_rows = 0

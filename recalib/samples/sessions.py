@@ -13,8 +13,9 @@ The rules, all by position within one request:
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ class _Open:
     workload: str
     drafter_version: str
     first: int
+    taken_s: float
     token_ids: list[NDArray[np.int32]] = field(default_factory=list)
     features: list[NDArray[Any]] = field(default_factory=list)
     num_rows: int = 0
@@ -83,14 +85,21 @@ class _Open:
             features=np.concatenate(self.features),
             num_prompt_tokens=self.num_prompt_tokens,
             breaks=tuple(self.breaks),
+            taken_s=self.taken_s,
         )
 
 
 class SessionAssembler:
     """Open requests of one ring; yields each completed stretch."""
 
-    def __init__(self, max_rows: int = 2048, max_open: int = 4096, max_open_bytes: int = 1 << 28) -> None:
-        self._max_rows, self._max_open, self._max_open_bytes = max_rows, max_open, max_open_bytes
+    def __init__(
+        self,
+        max_rows: int = 2048,
+        max_open: int = 4096,
+        max_open_bytes: int = 1 << 28,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._clock, self._max_rows, self._max_open, self._max_open_bytes = clock, max_rows, max_open, max_open_bytes
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._open_bytes = 0
         self.duplicate_rows = 0
@@ -113,7 +122,8 @@ class SessionAssembler:
             yield from self._close(record.request)
             current = None
         if current is None:
-            current = _Open(record.session, record.workload, record.drafter_version, record.first_position)
+            given = record.session, record.workload, record.drafter_version, record.first_position
+            current = _Open(*given, self._clock())
             self._open[record.request] = current
         self._open.move_to_end(record.request)
         before = current.num_bytes

@@ -25,6 +25,8 @@ class Stretch:
     num_prompt_tokens: int = 0
     breaks: tuple[int, ...] = ()
     """Positions of tokens that the target emitted in place of a draft, ascending."""
+    taken_s: float = 0.0
+    """Unix time at which the first row came."""
 
     @property
     def num_rows(self) -> int:

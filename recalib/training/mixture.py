@@ -6,12 +6,12 @@ of its acceptance length. So a share of the draws goes to the other workloads, e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
-from honed.recalib.samples.store import SampleStore
+from honed.recalib.samples.selection import Selection
 from honed.recalib.samples.stretch import Stretch
 
 MUST_GAIN_SHARE = 0.4
@@ -24,18 +24,17 @@ class WorkloadMix:
     """Draws context of about `rows` rows at a time."""
 
     REFRESH_DRAWS = 64
-    """Draws between two reads of the store: traffic continues during training."""
+    """Draws between two reads of the samples: traffic continues during training."""
 
     def __init__(
         self,
-        store: SampleStore,
-        is_usable: Callable[[Stretch], bool],
+        samples: Selection,
         must_gain: Collection[str],
         must_gain_share: float,
         rows: int,
         seed: int = 0,
     ) -> None:
-        self._store, self._is_usable, self._must_gain = store, is_usable, frozenset(must_gain)
+        self._samples, self._must_gain = samples, frozenset(must_gain)
         self._must_gain_share, self._rows = must_gain_share, rows
         self._rng = np.random.default_rng(seed)
         self._num_draws = 0
@@ -56,7 +55,7 @@ class WorkloadMix:
         return chosen
 
     def state(self) -> dict[str, Any]:
-        """Return what the next draws depend on apart from the store, as plain JSON."""
+        """Return what the next draws depend on apart from the samples, as plain JSON."""
         return {"rng": self._rng.bit_generator.state, "num_draws": self._num_draws}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -65,7 +64,7 @@ class WorkloadMix:
         self._num_draws = int(state["num_draws"])
 
     def _refresh(self) -> None:
-        held = {w: [s for s in self._store.stretches(w, False) if self._is_usable(s)] for w in self._store.workloads()}
+        held = {workload: self._samples.stretches(workload, False) for workload in self._samples.workloads()}
         self._held = {workload: stretches for workload, stretches in held.items() if stretches}
 
     def _choose_workload(self) -> str:

@@ -28,6 +28,7 @@ from honed.recalib.drafter.checkpoint import (
 )
 from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.samples.sample import TrainingSample
+from honed.recalib.samples.selection import Selection
 from honed.recalib.samples.stretch import Stretch
 from honed.recalib.samples.traffic import Feed
 from honed.recalib.training.device_memory import available_bytes, check_gpu, devices_of, hold_to, use
@@ -152,18 +153,11 @@ class TrainingRun:
         """
         return Pace(0.0 if self._device.type == "cpu" else self._settings.unit_s)
 
-    def steps(self, drafter: Drafter, parent: Drafter, is_usable: Callable[[Stretch], bool]) -> Iterator[None]:
+    def steps(self, drafter: Drafter, parent: Drafter, samples: Selection) -> Iterator[None]:
         """Do micro-steps until max_steps or max_seconds; then the drafter holds the result."""
         request, settings, progress = self._request, self._settings, self._progress
         trainer = MicroTrainer(drafter, self._training, parent)
-        mix = WorkloadMix(
-            self._feed.store,
-            is_usable,
-            request.workloads,
-            MUST_GAIN_SHARE,
-            settings.rows_per_micro_step,
-            settings.seed,
-        )
+        mix = WorkloadMix(samples, request.workloads, MUST_GAIN_SHARE, settings.rows_per_micro_step, settings.seed)
         pace = self.pace()
         self._take_up(trainer, mix)
         saved_s = progress.train_seconds

@@ -65,16 +65,23 @@ def features(ids: np.ndarray, seed: int) -> np.ndarray:
     return torch.tensor(rows).to(torch.bfloat16).view(torch.uint16).numpy()
 
 
-def write_sessions(ring: RingWriter, workload: str, count: int, rows: int = 80, seed: int = 0, version: str = "") -> None:
-    """Captured requests, one a session: a prompt, then verify rounds of one to four rows, then the end."""
+def write_sessions(
+    ring: RingWriter, workload: str, count: int, rows: int = 80, seed: int = 0, version: str = "", label: str = ""
+) -> None:
+    """Captured requests, one a session: a prompt, then verify rounds of one to four rows, then the end.
+
+    `label`: that of the requests; default: the workload.
+    """
     rng = np.random.default_rng((seed, *workload.encode()))
     for i in range(count):
         ids = tokens(workload, int(rng.integers(VOCAB)), rows)
         values, request, at = features(ids, i), f"{workload}{seed}-{i}", PROMPT
-        ring.write_rows(request, workload, version, 0, ids[:at], values[:at], FLAG_PREFILL)
+        name = label or workload
+        ring.write_rows(request, name, version, 0, ids[:at], values[:at], FLAG_PREFILL)
         while at < rows:
             end = min(at + int(rng.integers(1, 5)), rows)
             is_whole = end - at == int(CONFIG["block_size"])  # type: ignore[call-overload]
-            ring.write_rows(request, workload, version, at, ids[at:end], values[at:end], 0 if is_whole else FLAG_REJECTED)
+            flags = 0 if is_whole else FLAG_REJECTED
+            ring.write_rows(request, name, version, at, ids[at:end], values[at:end], flags)
             at = end
-        ring.write_end(request, workload)
+        ring.write_end(request, name)

@@ -54,6 +54,17 @@ def test_larger_losses_are_found_sooner(factor, most_rounds):
         assert 0 <= batch * 60 <= most_rounds
 
 
+def test_an_alarm_says_when_the_change_began():
+    rng, monitor, now_s = np.random.default_rng(5), DriftMonitor(K), 1e9
+    for factor in [1.0] * 100 + [0.8] * 60:
+        lengths, now_s = rng.integers(1, K + 1, 60), now_s + 10.0
+        found = monitor.observe("w", lengths, simulate_rounds(rng, GOOD * factor, lengths), now_s=now_s)
+        if found:
+            break
+    assert now_s - 1e9 > 1000.0
+    assert found[0].since_s - 1e9 == pytest.approx(1010.0, abs=50.0)
+
+
 def test_a_change_of_draft_length_is_no_drift():
     rng, monitor = np.random.default_rng(2), DriftMonitor(K)
     alarms = []

@@ -240,6 +240,7 @@ def test_drift_whose_candidate_is_refused_by_the_engine_stands_again(stage: Stag
     stage.serve_workload("default")
     drift(stage, "default")
     request = stage.trainer.expect(wire.TrainRequest)
+    assert request.since_s == 1234.5
     stage.engine.refuses = "no room for the staged weights"
     stage.trainer.send(wire.TrainResult(operation_id=request.operation_id, ok=True, version=stage.version(1.0)))
     assert stage.finish(request.operation_id)["state"] == "failed"

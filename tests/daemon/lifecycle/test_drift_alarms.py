@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from honed.adapt.monitor.drift import Alarm
@@ -90,6 +92,15 @@ def test_an_alarm_that_comes_again_begins_no_new_attempts() -> None:
     assert alarms.due(1e9) == []
     alarms.note("e", alarm("b", "much later"))
     assert [one.num_failed for one in alarms.due(1e9)] == [0]
+
+
+def test_the_time_at_which_drift_began_is_that_of_all_the_workloads_asked_for() -> None:
+    alarms = DriftAlarms(10.0)
+    for workload, since_s in (("a", 500.0), ("b", 300.0), ("c", 0.0)):
+        alarms.note("e", replace(alarm(workload), since_s=since_s))
+    asked = (["a"], ["a", "b"], ["a", "c"], ["a", "d"], [])
+    assert [alarms.since_s("e", names) for names in asked] == [500.0, 300.0, 0.0, 0.0, 0.0]
+    assert alarms.since_s("other", ["a"]) == 0.0
 
 
 def test_all_attempts_together_have_the_whole_error() -> None:

@@ -679,7 +679,7 @@ def first_life(settings: Settings, folder: Path) -> tuple[Service, ServingEngine
 
 def drift(stage: Stage, workload: str, version: str = "") -> None:
     """Of the first version, unless told."""
-    alarm = Alarm("regressed", workload, version or stage.first, (1,), 3.0, 500, 1.2, 1.9, f"{workload} lost")
+    alarm = Alarm("regressed", workload, version or stage.first, (1,), 3.0, 500, 1.2, 1.9, f"{workload} lost", 1234.5)
     with stage.service.lock:
         stage.service.on_alarm(stage.service.engines.by_id["engine-0"], alarm)
 

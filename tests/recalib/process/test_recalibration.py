@@ -16,6 +16,7 @@ from honed.recalib.gate.gate import GateSettings, judge
 from honed.recalib.process.recalibration import Recalibration, _blend
 from honed.recalib.registry.registry import Registry
 from honed.recalib.samples.hold_out import HoldOut
+from honed.recalib.samples.selection import Selection
 from honed.recalib.samples.traffic import Traffic
 from honed.recalib.training.micro_step import MicroTrainer
 from honed.recalib.training.pace import Pace
@@ -79,18 +80,22 @@ def site(tmp_path):
     torch.set_num_threads(threads)
 
 
+def held_out(operation, is_usable=lambda stretch: True):
+    return operation._held_out("b", Selection(operation._feed.store, is_usable))
+
+
 def test_long_sessions_are_held_out_in_as_many_as_the_gate_needs(site):
     """The limit is in rows that are judged, and a few long sessions don't use it up before a gain can be judged at all."""
     write_sessions(site.ring, "b", 40)
     operation = site.begin(replace(SETTINGS, max_gate_rows=1))
-    held = operation._held_out("b", lambda stretch: True)
+    held = held_out(operation)
     assert len({stretch.session for stretch in held}) == 3
-    assert operation._missing(lambda stretch: True) == ""
-    every = site.begin(replace(SETTINGS, max_gate_rows=1 << 20))._held_out("b", lambda stretch: True)
+    assert operation._missing(Selection(site.traffic.feeds[0].store, lambda stretch: True)) == ""
+    every = held_out(site.begin(replace(SETTINGS, max_gate_rows=1 << 20)))
     most = sum(stretch.num_judged for stretch in every) - 1
-    limited = site.begin(replace(SETTINGS, max_gate_rows=most))._held_out("b", lambda stretch: True)
+    limited = held_out(site.begin(replace(SETTINGS, max_gate_rows=most)))
     assert limited == every, "prompts don't count"
-    assert not site.begin()._held_out("b", lambda stretch: stretch.num_judged == 0)
+    assert not held_out(site.begin(), lambda stretch: stretch.num_judged == 0)
 
 
 def test_makes_a_version_that_is_better_in_the_type_it_is_stored_in(site):
@@ -106,6 +111,28 @@ def test_makes_a_version_that_is_better_in_the_type_it_is_stored_in(site):
     assert (manifest.parent, manifest.note, manifest.bytes) == (site.parent.version, "drift", site.parent.bytes)
     assert {g.workload: g.must_gain for g in result.gate} == {"a": False, "b": True}
     assert result.train_seconds <= result.elapsed_s
+
+
+def test_a_workload_that_drifted_is_learned_from_what_came_since(site):
+    """Text of "a" came under the label "b" before: the gain is judged on the rest, and the earlier text is kept."""
+    clock = site.traffic.feeds[0]._assembler
+    clock._clock = lambda: 100.0
+    write_sessions(site.ring, "a", 40, label="b")
+    while site.traffic.poll():
+        pass
+    clock._clock = lambda: 200.0
+    operation = site.begin(since_s=150.0)
+    for _ in range(5):
+        operation.advance()
+    assert operation.progress.stage == "collecting", "earlier samples say nothing of what has to gain"
+    write_sessions(site.ring, "b", 40)
+    while site.traffic.poll():
+        pass
+    result = site.finish(operation)
+    assert result.error == ""
+    assert {g.workload: g.must_gain for g in result.gate} == {"b": True, "b (earlier)": False}
+    rows = site.registry.verify(result.version).data_window["rows"]
+    assert rows.keys() == {"b", "b (earlier)"}
 
 
 def test_dry_run_judges_and_keeps_nothing(site):
@@ -266,7 +293,9 @@ def test_a_later_attempt_waits_for_more_sessions(site):
     operation = site.begin(error_share=2.0**-12)
     operation.advance()
     assert operation.progress.stage == "collecting"
-    assert "of 15 held-out sessions of workload 'b'" in operation._missing(lambda stretch: True)
+    assert "of 15 held-out sessions of workload 'b'" in operation._missing(
+        Selection(operation._feed.store, lambda stretch: True)
+    )
 
 
 def test_blending_goes_from_the_parent_to_what_was_trained(site):

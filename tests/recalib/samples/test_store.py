@@ -1,5 +1,7 @@
 """The store: bounded, fair, split by session."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from honed.adapt.protocol import workloads
 from honed.recalib.config.trainer import SampleSettings
 from honed.recalib.samples.hold_out import HoldOut
 from honed.recalib.samples.reservoir import Stratum
+from honed.recalib.samples.selection import Selection
 from honed.recalib.samples.store import SampleStore
 from honed.recalib.samples.stretch import Stretch
 from honed.recalib.training.mixture import WorkloadMix
@@ -139,7 +142,7 @@ def test_the_mixture_is_by_share_and_fits_the_row_limit():
         held.add(stretch(f"new{i}", "new"))
         held.add(stretch(f"old{i}", "old"))
         held.add(stretch(f"long{i}", "long", rows=90))
-    mix = WorkloadMix(held, lambda s: True, ["new"], 0.6, rows=70)
+    mix = WorkloadMix(Selection(held, lambda s: True), ["new"], 0.6, rows=70)
     drawn = [s for _ in range(400) for s in mix.draw()]
     share = sum(s.workload == "new" for s in drawn) / len(drawn)
     assert 0.5 < share < 0.7
@@ -152,6 +155,27 @@ def test_the_mixture_uses_only_what_is_usable_and_nothing_when_there_is_none():
     held = store()
     for i in range(50):
         held.add(stretch(f"s{i}", "ab"[i % 2]))
-    only_b = WorkloadMix(held, lambda s: s.workload == "b", ["a"], 0.6, rows=70)
+    only_b = WorkloadMix(Selection(held, lambda s: s.workload == "b"), ["a"], 0.6, rows=70)
     assert {s.workload for s in only_b.draw()} == {"b"}
-    assert WorkloadMix(held, lambda s: False, [], 0.6, rows=70).draw() == []
+    assert WorkloadMix(Selection(held, lambda s: False), [], 0.6, rows=70).draw() == []
+
+
+def test_a_workload_that_drifted_is_divided_at_the_time_of_its_change():
+    held = store()
+    for i in range(60):
+        held.add(replace(stretch(f"s{i}", "ab"[i % 2]), taken_s=100.0 + i))
+    whole = Selection(held, lambda s: True, ["a"])
+    assert whole.workloads() == ["a", "b"]
+    parts = Selection(held, lambda s: s.taken_s != 159.0, ["a"], since_s=120.0)
+    assert parts.workloads() == ["a", "b", "a (earlier)"]
+    for side in (False, True):
+        new, others, old = (parts.stretches(workload, side) for workload in parts.workloads())
+        assert new
+        assert old
+        assert {one.workload for one in old} == {"a (earlier)"}
+        assert min(one.taken_s for one in new) >= 120.0 > max(one.taken_s for one in old)
+        assert len(new) + len(old) == len(held.stretches("a", side))
+        assert [one.taken_s for one in others] == [one.taken_s for one in held.stretches("b", side) if one.taken_s != 159.0]
+    mix = WorkloadMix(parts, ["a"], 0.4, rows=70)
+    drawn = [s for _ in range(300) for s in mix.draw()]
+    assert 0.3 < sum(s.workload == "a" for s in drawn) / len(drawn) < 0.5
