@@ -26,8 +26,10 @@ from honed.daemon.lifecycle.rollout import Rollout
 log = structlog.get_logger("honed.swaps")
 
 MAX_PAUSE_S = 60.0
-TIMEOUT_S = 60.0
-"""Longest time for engines to swap."""
+TIMEOUT_S = 330.0
+"""Longest time for an engine to answer; it takes up to five minutes to read the weights from a slow disk."""
+LOST_S = 60.0
+"""Longest time for an engine to come back that was lost during the swap."""
 _NOT_NOW = {"asleep", "foreign"}
 """Refusals that don't concern the version: the engine sleeps, or its drafter isn't honed's."""
 
@@ -63,7 +65,7 @@ class _Sent:
     engine_id: str
     swap: Swap
     command: wire.SwapCommand
-    deadline_s: float
+    since_s: float
 
 
 @dataclass(slots=True)
@@ -114,8 +116,7 @@ class Swaps:
                 takes_over=engine.has_foreign_drafter,
                 turns=turns,
             )
-            deadline_s = self._monotonic() + TIMEOUT_S
-            self._sent[command.command_id] = _Sent(engine.engine_id, swap, command, deadline_s)
+            self._sent[command.command_id] = _Sent(engine.engine_id, swap, command, self._monotonic())
             self._send(engine.peer, command)
         return swap
 
@@ -145,10 +146,12 @@ class Swaps:
             self.last_pause_s = result.figures.get("pause_ms", 0.0) / 1000.0
             tell = log.debug if sent.swap.is_turn else log.info
             tell("engine swapped", engine_id=sent.engine_id, version=sent.swap.version, steps=result.detail.get("steps", ""))
-        if not result.ok and not _NOT_NOW & result.detail.keys():
+        is_postponed = not result.ok and bool(_NOT_NOW & result.detail.keys())
+        if not result.ok and not is_postponed:
             sent.swap.refused.add(sent.engine_id)
             self._on_refusal(sent.swap.version)
-        self._settle(sent, "" if result.ok else result.error or "the engine gave no reason")
+        failure = "" if result.ok else result.error or "the engine gave no reason"
+        self._settle(sent, failure, "postponed" if is_postponed else "")
 
     def on_engine(self, engine: Engine, now_s: float) -> None:
         """Handle an engine's return: its version shows whether the swap happened; if not, ask again."""
@@ -162,12 +165,14 @@ class Swaps:
 
     def tick(self, now_s: float) -> None:
         """Give up overdue swaps; swap stray engines to the active version."""
-        for sent in [s for s in self._sent.values() if now_s > s.deadline_s]:
-            del self._sent[sent.command.command_id]
+        for sent in list(self._sent.values()):
             engine = self._engines.by_id.get(sent.engine_id)
             is_there = engine is not None and self._engines.is_connected(engine, now_s)
-            why = "did not answer the swap command" if is_there else "was lost during the swap"
-            self._settle(sent, f"it {why} (waited {TIMEOUT_S:g} s)")
+            most_s = TIMEOUT_S if is_there else LOST_S
+            if now_s - sent.since_s > most_s and sent.command.command_id in self._sent:
+                del self._sent[sent.command.command_id]
+                why = "did not answer the swap command" if is_there else "was lost during the swap"
+                self._settle(sent, f"it {why} (waited {most_s:g} s)")
         self._reconcile(now_s)
 
     def _reconcile(self, now_s: float) -> None:
@@ -208,13 +213,13 @@ class Swaps:
             return False
         return manifest.method == engine.hello.method and manifest.target_path in ("", engine.hello.target_path)
 
-    def _settle(self, sent: _Sent, failure: str, is_replaced: bool = False) -> None:
+    def _settle(self, sent: _Sent, failure: str, excuse: str = "") -> None:
+        """Note an engine's answer. `excuse`: what a failure is that isn't one of the swap, "replaced" or "postponed"."""
         swap = sent.swap
-        result = "replaced" if is_replaced else "failed" if failure else "turn" if swap.is_turn else "ok"
-        self.results[result] += 1
+        self.results[excuse or ("failed" if failure else "turn" if swap.is_turn else "ok")] += 1
         if failure:
             swap.failures[sent.engine_id] = failure
-        if failure and not is_replaced:
+        if failure and not excuse:
             log.warning("swap failed", engine_id=sent.engine_id, version=swap.version, error=failure)
         swap.waiting.discard(sent.engine_id)
         if not swap.waiting:
@@ -224,7 +229,7 @@ class Swaps:
         """End an older swap of an engine that gets a newer one."""
         for sent in [s for s in self._sent.values() if s.engine_id == engine_id]:
             del self._sent[sent.command.command_id]
-            self._settle(sent, "another swap took its place", is_replaced=True)
+            self._settle(sent, "another swap took its place", "replaced")
 
     @staticmethod
     def _log_reconciled(swap: Swap) -> None:

@@ -60,8 +60,8 @@ def _versions(drafters: Drafters, engines: Engines) -> Iterator[Metric]:
 
 
 def _changes(service: Service) -> Iterator[Metric]:
-    swaps = CounterMetricFamily("honed_swaps", "Swap commands answered, by result; turn: in a trial.", labels=["result"])
-    for result in ("ok", "turn", "failed"):
+    swaps = CounterMetricFamily("honed_swaps", "Swap commands answered, by result.", labels=["result"])
+    for result in ("ok", "turn", "postponed", "failed"):
         swaps.add_metric([result], service.swaps.results[result])
     promotions = CounterMetricFamily("honed_promotions", "Versions made active, by reason.", labels=["reason"])
     for reason in ("recalibrate", "adopt", "promote"):

@@ -60,7 +60,7 @@ def daemon(arm: Path, targets: list[str]) -> None:
     from honed.daemon.lifecycle import swaps
     from honed.daemon.process import serve
 
-    swaps.TIMEOUT_S = SWAP_TIMEOUT_S
+    swaps.TIMEOUT_S = swaps.LOST_S = SWAP_TIMEOUT_S
     sys.argv = ["honed-serve"]
     sys.exit(serve.main())
 

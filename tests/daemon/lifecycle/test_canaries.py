@@ -91,6 +91,8 @@ def test_a_trial_waits_for_an_engine_that_sleeps(stage: Stage) -> None:
     stage.engine.turn(rounds=0)
     assert stage.engine.num_refused_asleep == told
     assert stage.service.rollout.trial is not None
+    assert stage.service.swaps.results["postponed"] == told
+    assert stage.service.swaps.results["failed"] == 0
     stage.engine.num_refused_asleep = None
     stage.engine.send_status(drafter_version="lost", is_asleep=False)
     assert stage.finish(operation_id)["state"] == "succeeded"

@@ -23,7 +23,7 @@ from honed.daemon.api.app import make_app
 from honed.daemon.control import warm_start
 from honed.daemon.errors import ConflictError, StoreError
 from honed.daemon.lifecycle.recalibrations import MAX_RESTARTS
-from honed.daemon.lifecycle.swaps import TIMEOUT_S
+from honed.daemon.lifecycle.swaps import LOST_S, TIMEOUT_S
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings
 from honed.daemon.store.operations import Operations
@@ -321,9 +321,28 @@ def test_an_engine_that_does_not_answer_holds_up_no_other(stage: Stage, settings
     behind.attach()
     began_s = stage.service.monotonic()
     assert behind.answer_swap().weights.version == new
-    assert stage.service.monotonic() - began_s < TIMEOUT_S / 2
+    assert stage.service.monotonic() - began_s < LOST_S / 2
     silent.close()
     behind.close()
+
+
+@pytest.mark.parametrize(
+    ("after_s", "is_there", "error"),
+    [
+        (LOST_S + 10.0, True, ""),
+        (LOST_S + 10.0, False, "was lost during the swap"),
+        (TIMEOUT_S + 10.0, True, "did not answer the swap command"),
+    ],
+)
+def test_an_engine_that_is_there_may_read_weights_for_minutes(stage: Stage, after_s: float, is_there: bool, error: str) -> None:
+    operation_id = stage.promote(stage.version(1.0), answer=False)
+    stage.engine.expect(wire.SwapCommand)
+    with stage.service.lock:
+        later_s = stage.service.monotonic() + after_s
+        stage.service.engines.by_id["engine-0"].last_seen_s = later_s if is_there else 0.0
+        stage.service.swaps.tick(later_s)
+    assert error in stage.operation(operation_id)["error"]
+    assert stage.operation(operation_id)["state"] == ("failed" if error else "running")
 
 
 def test_a_dry_run_swaps_nothing(stage: Stage) -> None:

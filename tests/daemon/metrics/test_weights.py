@@ -21,7 +21,7 @@ def test_a_promotion_and_the_way_back(stage: Stage) -> None:  # noqa: F811
     found = scrape(stage.service)
     assert roles(found["honed_drafter_info"]) == {"active": second, "previous": first, "floor": first}
     assert found["honed_engine_drafter_info"] == {f"{ENGINE} version={second}": 1}
-    assert found["honed_swaps_total"] == {"result=ok": 1, "result=turn": 0, "result=failed": 0}
+    assert found["honed_swaps_total"] == {"result=ok": 1, "result=turn": 0, "result=postponed": 0, "result=failed": 0}
     assert found["honed_promotions_total"] == {"reason=promote": 1, "reason=recalibrate": 0, "reason=adopt": 0}
     assert found["honed_swap_pause_seconds"] == {"": 0.0015}
     assert found["honed_canary_active"] == {"": 1}
@@ -43,7 +43,7 @@ def test_a_swap_that_an_engine_refuses(stage: Stage) -> None:  # noqa: F811
     stage.engine.answer_swap(ok=False, error="no room")
     stage.wait_state(answer.json()["operation_id"], "failed")
     found = scrape(stage.service)
-    assert found["honed_swaps_total"] == {"result=ok": 0, "result=turn": 0, "result=failed": 1}
+    assert found["honed_swaps_total"] == {"result=ok": 0, "result=turn": 0, "result=postponed": 0, "result=failed": 1}
     assert found["honed_promotions_total"]["reason=promote"] == 0
     assert found["honed_operations_total"]["kind=promote result=failed"] == 1
 
