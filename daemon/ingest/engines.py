@@ -80,6 +80,8 @@ class Engine:
     live_version: str = ""
     """Its drafter version by its latest message; "" if unregistered. May also be `wire.LOST_DRAFTER` or
     `wire.FOREIGN_DRAFTER`."""
+    own_version: str = ""
+    """Version of the checkpoint that its vLLM loaded."""
     note: str = ""
     """Remark about this engine for the operator."""
     is_lost: bool = False

@@ -83,7 +83,7 @@ class Greeting:
         except Exception as error:
             log.exception("the engine's drafter can't be registered", error=str(error))
         with self._lock:
-            engine.note = engine.note or note
+            engine.note, engine.own_version = engine.note or note, version
             if engine.live_version == "":
                 engine.live_version = version
             self._welcome(engine)

@@ -118,6 +118,20 @@ class Drafters:
             raise ConflictError(why, cure=f"{LISTED}; `honed promote` takes any that is whole.")
         return manifest
 
+    def passed_over(self, own: str) -> str:
+        """Tell of an engine's checkpoint that came after the active version, which serves in its place; "" if none did."""
+        active = self.active
+        if not own or not active or own == active:
+            return ""
+        try:
+            brought, served = self.registry.get(own), self.registry.get(active)
+        except RegistryError:
+            return ""
+        if brought.scope != "imported" or brought.created_unix_s <= served.created_unix_s:
+            return ""
+        what = f"vLLM was started with a newer drafter, {own}, but {active} is active and serves"
+        return f"{what}: `honed promote {own}` changes that"
+
     def read_ahead(self, version: str) -> None:
         """Read a version's files for `verified` and `fault`, which report faults. Thread-safe; don't hold the lock."""
         with contextlib.suppress(RegistryError):

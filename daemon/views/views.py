@@ -94,10 +94,13 @@ def engines(service: Service, recent: dict[str, tuple[Counts, float]] | None = N
     found = recent if recent is not None else recent_by_engine(service.store, service.clock())
     with service.lock:
         now_s = service.monotonic()
-        return [
-            asdict(engine_view(e, now_s, service.engines.is_connected(e, now_s), *found.get(e.engine_id, (Counts(), 0.0))))
-            for e in service.engines.by_id.values()
-        ]
+        documents = []
+        for engine in service.engines.by_id.values():
+            counts, tokens_per_s = found.get(engine.engine_id, (Counts(), 0.0))
+            is_connected = service.engines.is_connected(engine, now_s)
+            passed_over = service.drafters.passed_over(engine.own_version)
+            documents.append(asdict(engine_view(engine, now_s, is_connected, counts, tokens_per_s, passed_over)))
+        return documents
 
 
 def recent_by_engine(store: Store, now_unix_s: float) -> dict[str, tuple[Counts, float]]:

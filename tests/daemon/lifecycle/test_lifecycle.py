@@ -430,6 +430,27 @@ def test_a_restarted_engine_is_brought_to_the_active_version(stage: Stage) -> No
     wait_for(lambda: stage.service.engines.by_id["engine-0"].live_version == new, "the active version")
 
 
+def test_a_newer_drafter_that_an_engine_comes_with_is_not_passed_over_in_silence(stage: Stage) -> None:
+    """The active version serves all the same, until somebody decides otherwise."""
+
+    def notes() -> list[str]:
+        return [one.text for one in findings(stage.client.get("/v1/status").json()) if "newer drafter" in one.text]
+
+    new = stage.version(1.0)
+    stage.promote(new)
+    assert not notes()
+    write_checkpoint(stage.folder / "bought", 7.0)
+    stage.engine.boot_id = "second boot"
+    stage.engine.reconnect()
+    own = stage.engine.hello(drafter_path=str(stage.folder / "bought")).drafter_version
+    assert own not in ("", stage.first, new)
+    assert stage.engine.answer_swap().weights.version == new
+    (text,) = notes()
+    assert f"honed promote {own}" in text
+    stage.promote(own)
+    assert not notes()
+
+
 def damage(stage: Stage, version: str) -> None:
     """Change a byte of its weights, as a failing disk does."""
     weights = stage.service.drafters.path(version) / "model.safetensors"
