@@ -210,13 +210,13 @@ def strength_between(trials: Floats, successes: Floats, low: float = 2.0, high: 
 
 
 def _before(group: Ints, values: Floats) -> Floats:
-    """Sum the values of the earlier rounds of each round's group, along the last axis, [..., R]."""
+    """Sum the values of the earlier rounds of each round's group, [R]."""
     order = np.argsort(group, kind="stable")
-    sorted_group, in_order = group[order], values[..., order]
-    sums = np.cumsum(in_order, axis=-1) - in_order
-    sums -= sums[..., np.searchsorted(sorted_group, sorted_group)]
-    before = np.empty(values.shape)
-    before[..., order] = sums
+    sorted_group, in_order = group[order], values[order]
+    sums = np.cumsum(in_order) - in_order
+    sums -= sums[np.searchsorted(sorted_group, sorted_group)]
+    before = np.empty(len(values))
+    before[order] = sums
     return before
 
 
@@ -253,7 +253,7 @@ class RequestTable:
         return keys, group, (keys % np.uint64(len(self.owner))).astype(np.int64)
 
     def places(self, requests: npt.NDArray[np.uint64]) -> tuple[Ints, Ints]:
-        """The slot of each round's request [R], and the slots that still hold another one."""
+        """The slot of each round's request [R], and the slots among them that still hold another request."""
         keys, group, slots = self._find(requests)
         return slots[group], slots[self.owner[slots] != keys]
 
@@ -288,25 +288,18 @@ class RequestTable:
 
     def theta(self, requests: npt.NDArray[np.uint64], reached: Ints, accepted: Ints, curve: Floats, strength: float) -> Floats:
         """Failure odds of each round's request, relative to the curve, from its rounds before [R]; 1 for its first."""
-        found: Floats = self.thetas(requests, reached, accepted, curve[None], strength)[0]
-        return found
-
-    def thetas(
-        self, requests: npt.NDArray[np.uint64], reached: Ints, accepted: Ints, curves: Floats, strength: float
-    ) -> Floats:
-        """Do `theta` for each of several curves [C, K]: [C, R]."""
         if not len(requests):
-            return np.ones((len(curves), 0))
+            return np.ones(0)
         keys, group, slots = self._find(requests)
         is_known = (self.owner[slots] == keys).astype(np.float64)
         successes = self.successes[slots]
-        failed = is_known * (curves @ (self.trials[slots] - successes).T)
-        passed = is_known * ((1.0 - curves) @ successes.T)
+        failed = is_known * ((self.trials[slots] - successes) @ curve)
+        passed = is_known * (successes @ (1.0 - curve))
         # For these rounds: a failure adds the curve at its position, n accepted drafts the sum of 1 − curve up to there.
-        fails = np.where(reached > accepted, curves[:, np.maximum(reached, 1) - 1], 0.0)
-        passes = np.pad(np.cumsum(1.0 - curves, axis=1), ((0, 0), (1, 0)))[:, accepted]
-        constant = strength * np.array([[information(curve)] for curve in curves])
-        theta = (constant + failed[:, group] + _before(group, fails)) / (constant + passed[:, group] + _before(group, passes))
+        fails = np.where(reached > accepted, curve[np.maximum(reached, 1) - 1], 0.0)
+        passes = np.concatenate([[0.0], np.cumsum(1.0 - curve)])[accepted]
+        constant = strength * information(curve)
+        theta = (constant + failed[group] + _before(group, fails)) / (constant + passed[group] + _before(group, passes))
         clipped: Floats = np.clip(theta, 1.0 / MOST_THETA, MOST_THETA)
         return clipped
 
