@@ -257,9 +257,15 @@ class RequestTable:
         keys, group, slots = self._find(requests)
         return slots[group], slots[self.owner[slots] != keys]
 
-    def strength(self) -> float:
-        """Estimate the pseudo-rounds of a workload's curve against a request's own."""
-        return strength_between(self.trials, self.successes)
+    def strength(self, most_trials: float = np.inf) -> float:
+        """Estimate the pseudo-rounds of a workload's curve against a request's own.
+
+        Args:
+            most_trials: trials at a position that a request weighs as, at most. Where those that are accepted seldom get few
+                drafts, the many trials of the others would make all look alike.
+        """
+        share = np.minimum(most_trials / np.maximum(self.trials, 1.0), 1.0)
+        return strength_between(self.trials * share, self.successes * share)
 
     def design_effect(self, strength: float) -> float:
         """Estimate how much rounds of one request repeat each other: 1 + (n̄ − 1)·ρ, with n̄ its mean trials."""

@@ -27,7 +27,7 @@ from honed.adapt.acceptance.rounds import Rounds
 from honed.adapt.acceptance.tree_gains import TreeGains
 from honed.adapt.control.explanation import describe
 from honed.adapt.control.settings import ControllerSettings
-from honed.adapt.monitor.drift import Alarm, DriftMonitor, Past
+from honed.adapt.monitor.drift import MOST_TRIALS, Alarm, DriftMonitor, Past
 from honed.adapt.protocol.arrays import Floats
 from honed.adapt.protocol.wire import WorkloadPrior
 from honed.adapt.protocol.workloads import MAX_WORKLOADS
@@ -116,7 +116,8 @@ class AcceptanceBeliefs:
         workload.counts.observe(*columns, weights=information, theta=theta)
         alarms = []
         if workload is not self._others:
-            past = Past(workload.requests, rounds.request, self._request_strength(workload))
+            strength = self.settings.request_strength or workload.requests.strength(MOST_TRIALS)
+            past = Past(workload.requests, rounds.request, strength)
             alarms = self._drift.observe(name, *columns, past=past, now_s=now_s)
         workload.requests.observe(rounds.request, reached, accepted)
         self._num_seen += float(information.sum())

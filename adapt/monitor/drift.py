@@ -4,10 +4,10 @@ Every workload has a reference curve: its conditional acceptance over a long hor
 that a young reference promises less. Three tests compare each batch's trials and successes with it:
 
 - An e-process by betting, against "acceptance ≥ (1 − TOLERATED_LOSS) · reference at every position". A batch multiplies the
-  wealth by the likelihood ratio Π_j (p₁/p₀)^s_j · ((1−p₁)/(1−p₀))^f_j of a worse p₁ < p₀; its mean is ≤ 1 while acceptance is
-  ≥ p₀. As the moment of change is unknown, wealth is summed over all starting points (Shiryaev–Roberts): R ← (R + 1)·factor.
-  R − (batches so far) is a supermartingale. So a false alarm at R ≥ A comes at most once in A batches on average, for any
-  traffic and any number of looks. Alarms of kind "regressed" come from this test alone.
+  wealth by the likelihood ratio of a worse p₁ < p₀: p₁/p₀ for each success, (1−p₁)/(1−p₀) for each failure. Its mean is ≤ 1
+  while acceptance is ≥ p₀. As the moment of change is unknown, wealth is summed over all starting points (Shiryaev–Roberts):
+  R ← (R + 1)·factor. R − (batches so far) is a supermartingale. So a false alarm at R ≥ A comes at most once in A batches on
+  average, at any number of looks, as long as p₀ is right (below). Alarms of kind "regressed" come from this test alone.
 - Page–Hinkley on the batches' standardised deviations from the tolerated level: quick, without such a bound. It makes the state
   "suspect" and stops the reference from learning what may be the new normal.
 - The same bet without restarts, for a workload's first rounds, against "(1 − low_gap) · the best other workload". Its alarm has
@@ -60,13 +60,15 @@ _LOSSES = np.array([0.1, 0.25, 0.5])
 """Relative losses below the tolerated level, bet on in equal parts."""
 _FEW = 50.0
 """Variance of successes for which a dispersion of 1 is assumed at first."""
+_FARTHEST_OF_A_WALK = 1.83
+"""Mean square of the farthest that a random walk gets from 0, over that of its end: twice Catalan's constant."""
 _LOG10 = math.log(10.0)
 TOLERATED_LOSS = 0.03
 """A relative loss of conditional acceptance that isn't worth an alarm."""
 REFERENCE_ROUNDS = 50_000.0
 """Horizon of the reference, as exponential forgetting. It is no shorter than `reference_s`."""
 RECENT_ROUNDS = 200.0
-"""Horizon, in rounds, of the recent acceptance in an alarm."""
+"""Horizon of the recent acceptance in an alarm, in rounds; a later round of a request counts for less than one."""
 REFERENCE_Z = 2.0
 """Standard errors by which the reference is lowered, so that its own uncertainty raises no alarm. Recent acceptance must
 also be so many above the low level to end state "low"."""
@@ -74,6 +76,8 @@ SUSPECT_SLACK = 0.5
 """Page–Hinkley's δ, in standard deviations of a batch: the test shows where a loss may have begun."""
 SUSPECT_LEVEL = 15.0
 """Page–Hinkley's λ, in standard deviations of a batch."""
+MOST_TRIALS = 32.0
+"""Trials at a position that a request weighs as, at most, in the estimate of how requests differ."""
 FALSE_LOW = 1e-3
 """Probability of wrongly calling a new workload low."""
 MIN_LOW_ROUNDS = 100
@@ -137,7 +141,7 @@ class Past(NamedTuple):
     request: npt.NDArray[np.uint64]
     """Of each round, [R]."""
     strength: float
-    """Pseudo-rounds of the workload's curve against a request's own."""
+    """Pseudo-rounds of the workload's curve against a request's own; estimated with `MOST_TRIALS`."""
 
 
 class Trials:
@@ -152,8 +156,9 @@ class Trials:
         """Independent rounds that each round is worth, [R]."""
         if past is not None:
             self.information = past.table.information(past.request, reached, past.strength)
-        self.weight = np.sqrt(self.information)[self.round]
-        """Share of a change of the workload's curve that the past of the trial's request doesn't show yet, [N]."""
+        self.share: Floats = np.sqrt(self.information)
+        """Share of a change of the workload's curve that the past of each round's request doesn't show yet, [R]."""
+        self.weight = self.share[self.round]  # [N]
 
     def theta(self, curve: Floats) -> Floats:  # [K] -> [R]
         """Failure odds of the rounds' requests relative to a curve, from their earlier rounds."""
@@ -173,20 +178,24 @@ class Trials:
         return float((self.is_success - predicted) @ self.weight) / math.sqrt(max(variance, 1e-9))
 
     def count_into(self, counts: AcceptanceCounts) -> None:
-        """Count the rounds, each by what its request's past leaves open."""
-        counts.observe(self.reached, self.accepted, weights=self.information, theta=self.theta(_curve(counts)))
+        """Count the rounds, each by what its request's past leaves open, as it counts in a bet."""
+        counts.observe(self.reached, self.accepted, weights=self.share, theta=self.theta(_curve(counts)))
 
 
 class Dispersion:
-    """How many times as much the sums of recent requests' successes vary as their pasts say: 1 where these say all."""
+    """How many times as much the sums of recent requests' successes stray as their pasts say: 1 where these say all.
+
+    A sum may end where it should and have been far off between, in a request that grows harder. So the farthest counts.
+    """
 
     def __init__(self) -> None:
-        self._residual = self._variance = np.zeros(0)
+        self._residual = self._variance = self._farthest = np.zeros(0)
 
     @property
     def value(self) -> float:
         """The factor, at least 1."""
-        return max((float(self._residual @ self._residual) + _FEW) / (float(self._variance.sum()) + _FEW), 1.0)
+        strayed = float(self._farthest @ self._farthest) / _FARTHEST_OF_A_WALK
+        return max((strayed + _FEW) / (float(self._variance.sum()) + _FEW), 1.0)
 
     def observe(self, trials: Trials, curve: Floats) -> None:
         """Fold in a batch."""
@@ -194,13 +203,14 @@ class Dispersion:
             return
         table, request, _ = trials.past
         if not len(self._variance):
-            self._residual, self._variance = np.zeros(len(table.owner)), np.zeros(len(table.owner))
+            self._residual, self._variance, self._farthest = np.zeros((3, len(table.owner)))
         slots, newcomers = table.places(request)
         predicted = trials.predict(curve)
-        self._residual[newcomers] = self._variance[newcomers] = 0.0
+        self._residual[newcomers] = self._variance[newcomers] = self._farthest[newcomers] = 0.0
         slots = slots[trials.round]
         self._residual += np.bincount(slots, (trials.is_success - predicted) * trials.weight, len(self._residual))
         self._variance += np.bincount(slots, predicted * (1.0 - predicted) * trials.weight**2, len(self._variance))
+        self._farthest = np.maximum(self._farthest, np.abs(self._residual))
 
 
 class Bet:
@@ -274,6 +284,7 @@ class _Workload:
         self._settings = settings
         self.page_hinkley = PageHinkley(SUSPECT_SLACK)
         self.dispersion = Dispersion()
+        self._shares = self._information = 1.0
         self.rounds = 0
         self.age = 0.0
         self.alarmed_at = self.suspect_since = self.low_since = -1.0
@@ -282,15 +293,22 @@ class _Workload:
         self.was_low = False
         self.alarm = ""
 
-    def grow(self, num_rounds: int, now_s: float | None) -> None:
-        """Age by so many rounds, but by no more than the time since the last batch allows."""
-        settings, older = self._settings, float(num_rounds)
+    @property
+    def design_effect(self) -> float:
+        """Counted rounds that are worth an independent one."""
+        return self._shares / self._information * self.dispersion.value
+
+    def grow(self, trials: Trials, now_s: float | None) -> None:
+        """Age by a batch's rounds, but by no more than the time since the last one allows."""
+        settings, older = self._settings, float(len(trials.reached))
         if now_s is not None:
             elapsed_s = max(now_s - self._last_s, 0.0) if self._last_s is not None else 0.0
             self._last_s = now_s
             older = min(older, REFERENCE_ROUNDS * elapsed_s / settings.reference_s)
-        self.rounds += num_rounds
+        self.rounds += len(trials.reached)
         self.age += older
+        self._shares += float(trials.share.sum())
+        self._information += float(trials.information.sum())
         if self.suspect_since < 0.0:
             self.reference.scale(math.exp(-older / REFERENCE_ROUNDS))
 
@@ -364,8 +382,9 @@ class DriftMonitor:
         if held.rounds >= self.settings.min_reference_rounds:
             alarms += self._test_regression(workload, held, trials, now_s or 0.0)
         alarms += self._test_low(workload, held, trials)
-        held.grow(len(trials.reached), now_s)
-        held.dispersion.observe(trials, _curve(held.reference))
+        if held.rounds >= self.settings.min_reference_rounds:
+            held.dispersion.observe(trials, _curve(held.reference))
+        held.grow(trials, now_s)
         if held.suspect_since < 0.0:
             trials.count_into(held.reference)
         return alarms
@@ -385,8 +404,8 @@ class DriftMonitor:
 
     def _test_regression(self, workload: str, held: _Workload, trials: Trials, now_s: float) -> list[Alarm]:
         settings = self.settings
-        dispersion = held.dispersion.value
-        held.regressed.observe(trials, lower_curve(held.reference, REFERENCE_Z), TOLERATED_LOSS, dispersion, now_s)
+        dispersion, lower = held.dispersion.value, lower_curve(held.reference, REFERENCE_Z, held.design_effect)
+        held.regressed.observe(trials, lower, TOLERATED_LOSS, dispersion, now_s)
         held.page_hinkley.observe(trials.deviation(_curve(held.reference), TOLERATED_LOSS) / math.sqrt(dispersion))
         if held.regressed.log_e >= math.log(settings.batches_per_false_alarm):
             is_armed = not held.is_drifted
@@ -419,25 +438,25 @@ class DriftMonitor:
         if held.low_since < 0.0 and (held.was_low or held.age > settings.new_workload_rounds):
             return []
         others = [
-            other.reference
+            other
             for name, other in self._workloads.items()
             if name != workload and other.rounds >= settings.min_reference_rounds
         ]
         if not others:
             return []
-        best = max(others, key=_length)
+        best = max(others, key=lambda other: _length(other.reference))
         if held.low_since >= 0.0:
-            if _is_near(held.recent, best, settings):
+            if _is_near(held.recent, best.reference, settings, held.design_effect):
                 held.low_since = -1.0
             return []
-        curve = lower_curve(best, REFERENCE_Z) * (1.0 - settings.low_gap)
+        curve = lower_curve(best.reference, REFERENCE_Z, best.design_effect) * (1.0 - settings.low_gap)
         held.low.observe(trials, curve, dispersion=held.dispersion.value)
-        seen = held.rounds + len(trials.reached)
+        seen = held.rounds + np.count_nonzero(trials.reached)
         if held.low.log_e < math.log(1.0 / FALSE_LOW) or seen < MIN_LOW_ROUNDS:
             return []
         held.was_low, held.low_since = True, held.age
         self._were_low.add(workload)
-        alarm = self._alarm("low_for_new_workload", workload, held, held.low, _length(best))
+        alarm = self._alarm("low_for_new_workload", workload, held, held.low, _length(best.reference))
         held.alarm = alarm.text
         return [alarm]
 
@@ -455,17 +474,17 @@ class DriftMonitor:
         return Alarm(kind, workload, version, positions, evidence, rounds, length, reference_length, text, since_s)
 
 
-def lower_curve(counts: AcceptanceCounts, z: float) -> Floats:
+def lower_curve(counts: AcceptanceCounts, z: float, design_effect: float) -> Floats:
     """Compute the curve less z standard errors, [K]; near 0 with next to no data, which then prove nothing."""
-    trials = counts.trials + 1.0
-    mean = (counts.successes + 0.5) / trials
+    trials = counts.trials / max(design_effect, 1.0) + 1.0
+    mean = (counts.successes / max(design_effect, 1.0) + 0.5) / trials
     return np.clip(mean - z * np.sqrt(mean * (1.0 - mean) / trials), EDGE, 1.0 - EDGE)
 
 
-def _is_near(recent: AcceptanceCounts, best: AcceptanceCounts, settings: DriftSettings) -> bool:
+def _is_near(recent: AcceptanceCounts, best: AcceptanceCounts, settings: DriftSettings, design_effect: float) -> bool:
     """Whether recent acceptance is above the low level by more than its noise."""
     low = _curve(best) * (1.0 - settings.low_gap)
-    noise = math.sqrt(float(recent.trials @ (low * (1.0 - low))))
+    noise = math.sqrt(float(recent.trials @ (low * (1.0 - low))) * max(design_effect, 1.0))
     return float(recent.successes.sum() - recent.trials @ low) > REFERENCE_Z * noise
 
 

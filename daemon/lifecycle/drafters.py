@@ -118,10 +118,10 @@ class Drafters:
             raise ConflictError(why, cure=f"{LISTED}; `honed promote` takes any that is whole.")
         return manifest
 
-    def passed_over(self, own: str) -> str:
-        """Tell of an engine's checkpoint that came after the active version, which serves in its place; "" if none did."""
+    def passed_over(self, own: str, live: str) -> str:
+        """Tell of an engine's checkpoint that came after the active version, which is live in its place; "" if none did."""
         active = self.active
-        if not own or not active or own == active:
+        if not own or own == active or live != active:
             return ""
         try:
             brought, served = self.registry.get(own), self.registry.get(active)

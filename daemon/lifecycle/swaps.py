@@ -161,6 +161,7 @@ class Swaps:
                 del self._sent[sent.command.command_id]
                 self._settle(sent, "")
             else:
+                sent.since_s = now_s
                 self._send(engine.peer, sent.command)
 
     def tick(self, now_s: float) -> None:
@@ -168,8 +169,10 @@ class Swaps:
         for sent in list(self._sent.values()):
             engine = self._engines.by_id.get(sent.engine_id)
             is_there = engine is not None and self._engines.is_connected(engine, now_s)
-            most_s = TIMEOUT_S if is_there else LOST_S
-            if now_s - sent.since_s > most_s and sent.command.command_id in self._sent:
+            most_s, since_s = TIMEOUT_S, sent.since_s
+            if not is_there:
+                most_s, since_s = LOST_S, max(since_s, engine.last_seen_s if engine is not None else since_s)
+            if now_s - since_s > most_s and sent.command.command_id in self._sent:
                 del self._sent[sent.command.command_id]
                 why = "did not answer the swap command" if is_there else "was lost during the swap"
                 self._settle(sent, f"it {why} (waited {most_s:g} s)")

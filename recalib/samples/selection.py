@@ -30,16 +30,22 @@ class Selection:
     ) -> None:
         self._store, self._is_usable, self._since_s = store, is_usable, since_s
         self._divided = frozenset(divided if since_s > 0.0 else ())
+        self._earlier = dict[str, str]()
+        """Names of earlier samples -> their workload."""
+        for label in sorted(self._divided):
+            name = label + EARLIER
+            while name in store.workloads():  # clients may name a workload so
+                name += "*"
+            self._earlier[name] = label
 
     def workloads(self) -> list[str]:
         """Names of all workloads that may have any."""
-        held = self._store.workloads()
-        return [*held, *(workload + EARLIER for workload in held if workload in self._divided)]
+        return [*self._store.workloads(), *self._earlier]
 
     def stretches(self, workload: str, is_held_out: bool) -> list[Stretch]:
         """Those of one workload on one side of the hold-out."""
-        label = workload.removesuffix(EARLIER)
-        if workload == label or label not in self._divided:
+        label = self._earlier.get(workload, "")
+        if not label:
             held = self._store.stretches(workload, is_held_out)
             since_s = self._since_s if workload in self._divided else 0.0
             return [one for one in held if one.taken_s >= since_s and self._is_usable(one)]

@@ -26,7 +26,7 @@ class Stretch:
     breaks: tuple[int, ...] = ()
     """Positions of tokens that the target emitted in place of a draft, ascending."""
     taken_s: float = 0.0
-    """Unix time at which the first row came."""
+    """Unix time at which the first row came; 0: unknown."""
 
     @property
     def num_rows(self) -> int:

@@ -28,7 +28,10 @@ class Feed:
     def __init__(self, path: Path, settings: SampleSettings, hold_out: HoldOut, spill: Spill | None = None) -> None:
         self.reader = RingReader(path)
         self.store = SampleStore(settings, hold_out, spill=spill)
-        self._assembler = SessionAssembler(settings.max_rows, max_open_bytes=max(settings.sample_bytes // 8, 1 << 20))
+        self._is_behind = True
+        """What the ring held before it was followed is older than when it is read: its time is unknown."""
+        most_bytes = max(settings.sample_bytes // 8, 1 << 20)
+        self._assembler = SessionAssembler(settings.max_rows, max_open_bytes=most_bytes, clock=self._now)
         self._features: tuple[int, int, int] | None = None
 
     @property
@@ -53,7 +56,11 @@ class Feed:
         for record in news.records:
             for stretch in self._assembler.add(record):
                 self.store.add(stretch)
+        self._is_behind &= len(news.records) >= max_records
         return len(news.records)
+
+    def _now(self) -> float:
+        return 0.0 if self._is_behind else time.time()
 
     def forget(self) -> None:
         """Drop all samples."""

@@ -19,7 +19,7 @@ from honed.recalib.samples.ring_reader import RingReader
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.samples.sessions import SessionAssembler
 from honed.recalib.training.micro_step import MicroTrainer, Scope, TrainingSettings
-from tests.e2e.drafting import Seen, difference_of_logits, listen, share_of_equal_drafts
+from tests.e2e.drafting import LOGITS_TOLERANCE, Seen, difference_of_logits, listen, share_of_equal_drafts
 from tests.e2e.engine import TARGET, K, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.swapping import swap, wait_until_written
@@ -95,7 +95,7 @@ def test_the_logits_of_every_step_are_those_of_vllm(
 ) -> None:
     drafter = load_drafter(drafter_dir, TARGET, num_draft_tokens=K)
     assert isinstance(drafter, UnrolledDrafter)
-    assert difference_of_logits(drafter, captured[0]) < 1e-3
+    assert difference_of_logits(drafter, captured[0]) < LOGITS_TOLERANCE
 
 
 def trained(drafter_dir: Path, samples: list[TrainingSample], scope: Scope, folder: Path) -> Path:

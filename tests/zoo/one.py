@@ -39,7 +39,7 @@ from honed.recalib.samples.ring_reader import RingReader
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.samples.sessions import SessionAssembler
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
-from tests.e2e.drafting import difference_of_logits, listen, share_of_equal_drafts
+from tests.e2e.drafting import LOGITS_TOLERANCE, difference_of_logits, listen, share_of_equal_drafts
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.swapping import swap, wait_until_written
 from tests.zoo.pairs import PAIRS, make
@@ -60,8 +60,6 @@ TOLERANCE = 1e-2 if IS_CUDA else 1e-4
 multiplies float32 with ten bits. Where vLLM rounds, twice the distance that Transformers' own rounding makes is allowed."""
 HAS_LOGITS = PAIR.method in ("eagle3", "mtp") and PAIR.dtype == "float32" and not IS_V2
 """Whether vLLM's logits can be noted and held against honed's, which are of float32."""
-TOLERANCE_OF_LOGITS = 1e-1 if IS_CUDA else 1e-3
-"""In standard deviations of the logits."""
 LEAST_SHARE = {"float32": 0.98 if IS_CUDA else 0.99, "bfloat16": 0.9}
 """Of equal drafts: honed computes in float32."""
 
@@ -216,7 +214,7 @@ def run(folder: Path) -> dict[str, Any]:
         if HAS_LOGITS:
             assert isinstance(drafter, UnrolledDrafter)
             result["logits_apart"] = float(f"{difference_of_logits(drafter, dict(seen)):.2g}")
-            result["logits"] = result["logits_apart"] < TOLERANCE_OF_LOGITS
+            result["logits"] = result["logits_apart"] < LOGITS_TOLERANCE
         result["idle_share"] = round(share_after_idle_steps(running, drafter, expected), 4)
         result["idle"] = result["idle_share"] >= LEAST_SHARE[PAIR.dtype]
 

@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 
 from honed.adapt.acceptance.estimate import AcceptanceCounts, RequestTable, reached_and_accepted
-from honed.adapt.monitor.drift import Bet, Dispersion, DriftMonitor, DriftSettings, PageHinkley, Past, Trials, lower_curve
+from honed.adapt.monitor.drift import (
+    MOST_TRIALS,
+    Bet,
+    Dispersion,
+    DriftMonitor,
+    DriftSettings,
+    PageHinkley,
+    Past,
+    Trials,
+    lower_curve,
+)
 from tests.adapt.simulate import run_drift, simulate_rounds
 
 K = 7
@@ -232,8 +242,8 @@ def test_a_young_reference_promises_less():
     young, old = AcceptanceCounts(2, 1e9), AcceptanceCounts(2, 1e9)
     young.observe([2] * 30, [1] * 30)
     old.observe([2] * 3000, [1] * 3000)
-    assert lower_curve(young, 2.0)[0] < lower_curve(old, 2.0)[0]
-    assert lower_curve(old, 2.0)[1] < 0.01
+    assert lower_curve(young, 2.0, 1.0)[0] < lower_curve(old, 2.0, 1.0)[0]
+    assert lower_curve(old, 2.0, 1.0)[1] < 0.01
 
 
 class Requests:
@@ -249,14 +259,15 @@ class Requests:
         while len(self.running) < load:
             self.count += 1
             key = (self.count * 0x9E3779B97F4A7C15) % 2**64
-            self.running.append(
-                {"key": key, "p": self.draw(self.rng), "s": 3.0, "n": 4.0, "left": self.rng.geometric(1 / self.mean_rounds)}
-            )
-        lengths = np.array([0 if load > 16 and one["s"] < 0.6 * one["n"] else 5 for one in self.running])
-        p = np.array([[one["p"]] * K for one in self.running])
+            left = self.rng.geometric(1 / self.mean_rounds)
+            self.running.append({"key": key, "age": 0, "p": self.draw(self.rng), "s": 3.0, "n": 4.0, "left": left})
+        is_hard = np.array([one["s"] < 0.6 * one["n"] for one in self.running])
+        lengths = np.where(is_hard & (load > 16) & (self.rng.random(load) > 0.1), 0, 5)  # and one round in ten explores
+        p = np.array([[one["p"](one["age"]) if callable(one["p"]) else one["p"]] * K for one in self.running])
         accepted = np.minimum(np.cumprod(self.rng.random(p.shape) < p, axis=1).sum(axis=1), lengths)
         for one, length, passed in zip(self.running, lengths, accepted, strict=True):
             one["left"] -= 1
+            one["age"] += 1
             one["s"] += passed
             one["n"] += min(passed + 1, length)
         keys = np.array([one["key"] for one in self.running], dtype=np.uint64)
@@ -268,7 +279,7 @@ class Requests:
             keys, lengths, accepted = (
                 np.concatenate(part) for part in zip(*(self.step(load) for _ in range(self.size)), strict=True)
             )
-            past = Past(self.table, keys, self.table.strength())
+            past = Past(self.table, keys, self.table.strength(MOST_TRIALS))
             alarms += self.monitor.observe("w", lengths, accepted, past=past, now_s=self.count * 0.1)
             self.table.observe(keys, *reached_and_accepted(lengths, accepted, K))
         return alarms
@@ -289,6 +300,23 @@ def test_a_change_of_load_is_no_drift(mean_rounds):
 def test_two_long_requests_after_two_others_are_no_drift():
     for seed in range(3):
         assert Requests(np.random.default_rng(seed), lambda rng: rng.beta(6, 3), 4000).feed(2, 400) == []
+
+
+def test_requests_that_grow_harder_as_they_go_on_are_no_drift():
+    for seed in range(2):
+        requests = Requests(np.random.default_rng(seed), lambda rng: lambda age: 0.9 if age < 20 else 0.5, 100, size=4)
+        requests.feed(16, 50)  # until requests of all ages run
+        requests.monitor = DriftMonitor(K)
+        assert requests.feed(16, 1000) == []
+
+
+def test_high_acceptance_hides_no_loss():
+    """The reference knows nothing at first: what it then takes for a surprise must not count for long."""
+    requests = Requests(np.random.default_rng(0), lambda rng: 0.92, 400, size=100)
+    assert requests.feed(4, 60) == []
+    requests.running, requests.draw = [], lambda rng: 0.8
+    (alarm,) = requests.feed(4, 20)
+    assert alarm.kind == "regressed"
 
 
 def test_a_loss_shows_in_new_requests_though_each_explains_its_own():

@@ -327,19 +327,23 @@ def test_an_engine_that_does_not_answer_holds_up_no_other(stage: Stage, settings
 
 
 @pytest.mark.parametrize(
-    ("after_s", "is_there", "error"),
+    ("after_s", "silent_s", "error"),
     [
-        (LOST_S + 10.0, True, ""),
-        (LOST_S + 10.0, False, "was lost during the swap"),
-        (TIMEOUT_S + 10.0, True, "did not answer the swap command"),
+        (LOST_S + 10.0, 0.0, ""),
+        (LOST_S + 10.0, LOST_S - 1.0, ""),
+        (LOST_S + 10.0, LOST_S + 1.0, "was lost during the swap"),
+        (TIMEOUT_S + 10.0, 0.0, "did not answer the swap command"),
     ],
 )
-def test_an_engine_that_is_there_may_read_weights_for_minutes(stage: Stage, after_s: float, is_there: bool, error: str) -> None:
+def test_an_engine_that_is_there_may_read_weights_for_minutes(
+    stage: Stage, after_s: float, silent_s: float, error: str
+) -> None:
     operation_id = stage.promote(stage.version(1.0), answer=False)
     stage.engine.expect(wire.SwapCommand)
     with stage.service.lock:
+        stage.service.engines._lost_after_s = 5.0
         later_s = stage.service.monotonic() + after_s
-        stage.service.engines.by_id["engine-0"].last_seen_s = later_s if is_there else 0.0
+        stage.service.engines.by_id["engine-0"].last_seen_s = later_s - silent_s
         stage.service.swaps.tick(later_s)
     assert error in stage.operation(operation_id)["error"]
     assert stage.operation(operation_id)["state"] == ("failed" if error else "running")
@@ -445,7 +449,7 @@ def test_a_newer_drafter_that_an_engine_comes_with_is_not_passed_over_in_silence
     own = stage.engine.hello(drafter_path=str(stage.folder / "bought")).drafter_version
     assert own not in ("", stage.first, new)
     assert stage.engine.answer_swap().weights.version == new
-    (text,) = notes()
+    (text,) = wait_for(notes, "the note")
     assert f"honed promote {own}" in text
     stage.promote(own)
     assert not notes()

@@ -29,7 +29,7 @@ def stretch(number: int, session: str = "", workload: str = "w") -> Stretch:
     rng = np.random.default_rng(number)
     ids = rng.permutation(5000)[:ROWS].astype(np.int32)
     features = rng.integers(0, 2**16, (ROWS, F)).astype(np.uint16)
-    return Stretch(session or f"s{number}", workload, "v1", 100, ids, features, 3, (110, 112, 120))
+    return Stretch(session or f"s{number}", workload, "v1", 100, ids, features, 3, (110, 112, 120), 1e9 + number)
 
 
 class Clock:
@@ -73,7 +73,7 @@ def files(folder: Path) -> list[Path]:
 
 def same(one: Stretch, other: Stretch) -> bool:
     a, b = (s.read(slice(0, s.num_rows)) if isinstance(s, SpilledStretch) else s for s in (one, other))
-    names = ("session", "workload", "drafter_version", "first_position", "num_prompt_tokens", "breaks")
+    names = ("session", "workload", "drafter_version", "first_position", "num_prompt_tokens", "breaks", "taken_s")
     return (
         all(getattr(a, name) == getattr(b, name) for name in names)
         and a.token_ids.tolist() == b.token_ids.tolist()

@@ -1,6 +1,7 @@
 """Rings are found, followed, and forgotten when they must be."""
 
 import shutil
+import time
 
 import numpy as np
 
@@ -64,6 +65,21 @@ def test_an_engine_that_is_gone_for_good_takes_no_memory(tmp_path):
     (left,) = traffic.feeds
     assert left.reader.path == tmp_path / "engines" / "e1" / "ring"
     assert left.store.cap_bytes == 20_000
+
+
+def test_what_the_ring_held_before_it_was_followed_is_of_unknown_time(tmp_path):
+    """A trainer that was restarted reads again what it had read, and must not take it for news."""
+    ring = ring_of(tmp_path)
+    write_sessions(ring, "a", 10)
+    traffic = follow(tmp_path)
+    drain(traffic)
+    before = time.time()
+    write_sessions(ring, "a", 10, seed=1)
+    drain(traffic)
+    store = traffic.feeds[0].store
+    taken_s = [one.taken_s for side in (False, True) for one in store.stretches("a", side)]
+    assert sum(one == 0.0 for one in taken_s) == 10
+    assert sum(before <= one <= time.time() for one in taken_s) == 10
 
 
 def test_samples_survive_an_engine_that_restarts_with_the_same_model(tmp_path):
