@@ -42,7 +42,7 @@ def batch(seq: int, rng: np.random.Generator, second: float = 0.5) -> EventBatch
     )
     rounds = RoundColumns(
         step=numbers,
-        request=[1] * count,
+        request=[number // 10 for number in numbers],
         workload=[0] * count,
         position=[0] * count,
         num_draft_tokens=drafted.tolist(),
