@@ -209,6 +209,8 @@ def test_daemon_and_vllm_are_killed_while_two_versions_take_turns(beside: Beside
     status = beside.client.get("/v1/status")
     assert status["drafters"]["active"] == stock
     beside.play_until(lambda: honed_side.engine_of(beside.client)["drafter_version"] == stock)
+    # The engine may have had its turn with it, and the swap that sends it home may be under way.
+    beside.play_until(lambda: all(one["state"] != "running" for one in beside.client.get("/v1/operations")))
     engine_id = honed_side.engine_of(beside.client)["engine_id"]
     asked = beside.client.post(f"/v1/engines/{engine_id}:verify")
     assert wait_for(beside.client, asked["operation_id"])["state"] == "succeeded"
