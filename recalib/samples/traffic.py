@@ -29,7 +29,7 @@ class Feed:
         self.reader = RingReader(path)
         self.store = SampleStore(settings, hold_out, spill=spill)
         self._is_behind = True
-        """What the ring held before it was followed is older than when it is read: its time is unknown."""
+        """Rows that the ring held before it was followed came earlier than they are read: their time is unknown."""
         most_bytes = max(settings.sample_bytes // 8, 1 << 20)
         self._assembler = SessionAssembler(settings.max_rows, max_open_bytes=most_bytes, clock=self._now)
         self._features: tuple[int, int, int] | None = None
