@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from honed.kernels.training.block_loss import top_tokens
 from honed.recalib.config.drafter import DrafterConfig
-from honed.recalib.drafter.layers import RMSNorm, rotary_tables
+from honed.recalib.drafter.layers import rotary_tables
 
 # Letters: N blocks, K tokens drafted, T context rows, H width, A width of unfused features, V vocabulary, W words that are
 # drafted.
@@ -44,7 +44,6 @@ class Drafter(nn.Module, ABC):
     lm_head: Tensor
     words: Tensor | None
     goal_head: Tensor | None
-    norm: RMSNorm
     recomputes_layers = False
     """Gradient checkpointing: a layer is recomputed in the backward pass instead of kept."""
     _word_of: Tensor | None
@@ -61,6 +60,11 @@ class Drafter(nn.Module, ABC):
             word_of = torch.full((len(embed_tokens),), -1).scatter(0, words, torch.arange(len(words)))
         self.register_buffer("words", words, persistent=False)
         self.register_buffer("_word_of", word_of, persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.embed_tokens.device
 
     @property
     def can_denoise(self) -> bool:

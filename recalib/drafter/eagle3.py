@@ -14,39 +14,10 @@ from torch import Tensor, nn
 
 from honed.recalib.config.drafter import DrafterConfig, Eagle3
 from honed.recalib.drafter.drafter import Vocabulary
-from honed.recalib.drafter.layers import MLP, RMSNorm, rotate
+from honed.recalib.drafter.layers import MLP, Attention, RMSNorm
 from honed.recalib.drafter.unrolled import UnrolledDrafter
 
 # Letters: N blocks, T context rows, H width, A width of unfused features, G key/value heads, R query heads, D head width.
-
-
-class Attention(nn.Module):
-    """Attention whose input is twice as wide as its output."""
-
-    def __init__(self, config: DrafterConfig, eagle3: Eagle3) -> None:
-        super().__init__()
-        self.num_kv_heads, self.head_dim = config.num_key_value_heads, config.head_dim
-        width, query_width = 2 * config.hidden_size, config.num_attention_heads * config.head_dim
-        kv_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(width, query_width, bias=config.attention_bias)
-        self.k_proj = nn.Linear(width, kv_width, bias=config.attention_bias)
-        self.v_proj = nn.Linear(width, kv_width, bias=config.attention_bias)
-        # vLLM's Qwen3 class has no bias there.
-        o_bias = config.attention_bias and not eagle3.has_head_norms
-        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=o_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if eagle3.has_head_norms else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if eagle3.has_head_norms else None
-
-    def queries(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:  # [..., 2H] -> [..., heads, D]
-        """Compute rotated queries."""
-        q = self.q_proj(x).view(*x.shape[:-1], -1, self.head_dim)
-        return rotate(q if self.q_norm is None else self.q_norm(q), tables)
-
-    def keys_values(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # [..., 2H] -> 2 x [..., G, D]
-        """Compute rotated keys, and values."""
-        shape = (*x.shape[:-1], self.num_kv_heads, self.head_dim)
-        keys = self.k_proj(x).view(shape)
-        return rotate(keys if self.k_norm is None else self.k_norm(keys), tables), self.v_proj(x).view(shape)
 
 
 class Layer(nn.Module):
@@ -54,7 +25,11 @@ class Layer(nn.Module):
 
     def __init__(self, config: DrafterConfig, eagle3: Eagle3) -> None:
         super().__init__()
-        self.self_attn = Attention(config, eagle3)
+        # vLLM's Qwen3 class has no bias after its attention.
+        has_output_bias = config.attention_bias and not eagle3.has_head_norms
+        self.self_attn = Attention(
+            config, 2 * config.hidden_size, has_head_norms=eagle3.has_head_norms, has_output_bias=has_output_bias
+        )
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -117,6 +92,7 @@ class Eagle3Drafter(UnrolledDrafter):
         out: Tensor = residual + layer.mlp(layer.post_attention_layernorm(residual))
         return out
 
-    def fed(self, output: Tensor, normed: Tensor) -> Tensor:
-        """The output before the last norm, unless the config says otherwise."""
-        return normed if self._eagle3.feeds_normed else output
+    def normed_and_fed(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """The next row gets the output before the last norm, unless the config says otherwise."""
+        normed = self.norm(output)
+        return normed, normed if self._eagle3.feeds_normed else output

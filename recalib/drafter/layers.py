@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.config.rope_scaling import RopeScaling, frequencies
 
-# Letters: H width, D head width.
+# Letters: H width, I width of the attention's input, G key/value heads, D head width.
 
 
 class RMSNorm(nn.Module):
@@ -65,3 +65,29 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [..., H]
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
+
+
+class Attention(nn.Module):
+    """Attention's projections, with norms of queries and keys or none."""
+
+    def __init__(self, config: DrafterConfig, width: int, *, has_head_norms: bool, has_output_bias: bool) -> None:
+        super().__init__()
+        self.num_kv_heads, self.head_dim = config.num_key_value_heads, config.head_dim
+        query_width, kv_width = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(width, query_width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(width, kv_width, bias=config.attention_bias)
+        self.v_proj = nn.Linear(width, kv_width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=has_output_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if has_head_norms else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if has_head_norms else None
+
+    def queries(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:  # [..., I] -> [..., heads, D]
+        """Compute rotated queries."""
+        q = self.q_proj(x).view(*x.shape[:-1], -1, self.head_dim)
+        return rotate(q if self.q_norm is None else self.q_norm(q), tables)
+
+    def keys_values(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:  # [..., I] -> 2 x [..., G, D]
+        """Compute rotated keys, and values."""
+        shape = (*x.shape[:-1], self.num_kv_heads, self.head_dim)
+        keys = self.k_proj(x).view(shape)
+        return rotate(keys if self.k_norm is None else self.k_norm(keys), tables), self.v_proj(x).view(shape)

@@ -154,6 +154,7 @@ class MtpDrafter(UnrolledDrafter):
         out: Tensor = residual + layer.mlp(layer.post_attention_layernorm(residual))
         return out
 
-    def fed(self, output: Tensor, normed: Tensor) -> Tensor:
-        """The output after the last norm."""
-        return normed
+    def normed_and_fed(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        """The next row gets the output after the last norm."""
+        normed = self.norm(output)
+        return normed, normed

@@ -48,8 +48,12 @@ class UnrolledDrafter(Drafter):
         """Compute the layer's output, before the last norm."""
 
     @abstractmethod
-    def fed(self, output: Tensor, normed: Tensor) -> Tensor:  # 2 x [N, H] -> [N, H]
-        """Choose what the next row gets as its hidden state: the output before or after the last norm."""
+    def normed_and_fed(self, output: Tensor) -> tuple[Tensor, Tensor]:  # [N, H] -> 2 x [N, H]
+        """Norm the layer's output, and choose what the next row gets as its hidden state: before or after this last norm."""
+
+    def embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:  # 2 x [...] -> [..., H]
+        """Embed the tokens after rows at these positions."""
+        return F.embedding(token_ids, self.embed_tokens)
 
     def draft_hidden(
         self,
@@ -110,7 +114,7 @@ class UnrolledDrafter(Drafter):
         rows = anchors - 1
         begins = torch.zeros_like(anchors) if segments is None else torch.searchsorted(segments, segments[anchors])
         following = torch.cat((token_ids[1:], token_ids[-1:]))  # a sample's last row is before none of its anchors
-        x, _ = self.inputs(F.embedding(following, self.embed_tokens), features)
+        x, _ = self.inputs(self.embedded(following, positions), features)
         context = self.keys_values(x, self._rotary_tables(positions))
         tokens, hidden = token_ids[anchors], features[rows]
         keys, values = list[Tensor](), list[Tensor]()
@@ -139,10 +143,9 @@ class UnrolledDrafter(Drafter):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute one row of each block: the normed output, what the next row is fed, and its own key and value."""
         tables = self._rotary_tables(positions[:, None])
-        x, residual = self.inputs(F.embedding(tokens, self.embed_tokens), hidden)
+        x, residual = self.inputs(self.embedded(tokens, positions), hidden)
         key, value = self.keys_values(x[:, None], tables)
         own_keys, own_values = torch.cat((*keys, key), dim=1), torch.cat((*values, value), dim=1)
         attended = anchor_attention(self.queries(x[:, None], tables), own_keys, own_values, *context, visible)
         out = self.output(attended.flatten(1), x, residual)
-        normed = self.norm(out)
-        return normed, self.fed(out, normed), key, value
+        return *self.normed_and_fed(out), key, value

@@ -105,7 +105,7 @@ def evaluate_in_parts(
     if not len(anchors):
         return None
     labels = block_labels(packed.token_ids, anchors, num_draft_tokens)
-    packed = packed.to(drafter.norm.weight.device)
+    packed = packed.to(drafter.device)
     drafts: list[Tensor] = []
     done = 0
     while done < len(anchors):
@@ -137,7 +137,7 @@ def draft_blocks(
 
     A drafter that drafts token after token is fed the right ones: the same as its own, up to its first wrong one.
     """
-    device = drafter.norm.weight.device
+    device = drafter.device
     anchors = anchors.to(device)
     with computing(device, compute_dtype(device, "auto")):
         features = packed.features.float()

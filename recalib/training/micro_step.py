@@ -77,7 +77,7 @@ class MicroTrainer:
             raise ValueError("this kind of drafter can't denoise in steps: set trainer.denoising_steps = 1")
         set_scope(drafter, self.settings.scope)
         drafter.recomputes_layers = self.settings.gradient_checkpointing
-        self._device = drafter.norm.weight.device
+        self._device = drafter.device
         self._dtype = compute_dtype(self._device, self.settings.precision)
         self._objective = Objective(drafter, parent, self.settings)
         self._denoising = Denoising(self.settings.denoising_steps, self.settings.mask_schedule)
