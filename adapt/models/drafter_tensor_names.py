@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-OTHER_NAMES = {"midlayer.": "layers.0.", "encoder.output_norm_enc.": "hidden_norm.", "encoder.fc.": "fc."}
+OTHER_NAMES = {
+    "midlayer.": "layers.0.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+    "encoder.fc.": "fc.",
+}
+_MIMO_NAMES = {"model.mtp_layers.": "mtp_layers.", ".mtp_block.": "."}
+"""In a target's files, and in vLLM's model."""
 IGNORED = (
     "t2d",
     "d2t",
@@ -25,6 +31,8 @@ IGNORED = (
 """Tensors that vLLM skips, tables of a reduced vocabulary, DSpark's estimate for vLLM's adaptive verification, under which
 nothing is captured, and the experts of an MTP head, which are the target's. They are never trained or swapped. A written
 checkpoint has its parent's. Biases are skipped as well where the config asks for none."""
+MTP_PREFIXES = ("mtp.", "model.mtp_layers.")
+"""Beginnings of the names of an MTP head's tensors in its target's files: Qwen's, and MiMo's."""
 METHODS = ("dflash", "dspark", "eagle3", "mtp")
 """vLLM's speculative methods whose drafters honed trains and swaps."""
 SHARED = ("embed_tokens", "lm_head")
@@ -41,13 +49,19 @@ def names_of(stored: Iterable[str]) -> dict[str, str]:
     for theirs in stored:
         if any(part in theirs for part in IGNORED):
             continue
-        ours = theirs.removeprefix("mtp.")
-        for other, plain in OTHER_NAMES.items():
-            ours = ours.replace(other, plain, 1)
+        ours = name_of(theirs)
         if ours in found:
             raise ValueError(f"{found[ours]} and {theirs} are the same tensor: keep one of them")
         found[ours] = theirs
     return found
+
+
+def name_of(theirs: str) -> str:
+    """Our name of a tensor, by its name in a checkpoint or in vLLM's model."""
+    ours = theirs.removeprefix("mtp.")
+    for other, plain in (OTHER_NAMES | _MIMO_NAMES).items():
+        ours = ours.replace(other, plain, 1)
+    return ours
 
 
 def method_of(names: Iterable[str]) -> str:
@@ -60,7 +74,7 @@ def method_of(names: Iterable[str]) -> str:
     parts = {name.partition(".")[0] for name in found}
     if "hidden_norm" in parts:
         return "dflash" if "markov_head" not in parts else "dspark"
-    if "pre_fc_norm_hidden" in parts:
+    if parts & {"pre_fc_norm_hidden", "mtp_layers"}:
         return "mtp"
     return "eagle3" if {"fc.weight", "layers.0.hidden_norm.weight"} <= found else ""
 
@@ -72,7 +86,10 @@ _CONTEXT = {
     "dflash": _DFLASH_CONTEXT,
     "dspark": _DFLASH_CONTEXT,
     "eagle3": ("fc", "fc_norm", "input_norm", "hidden_norm", "input_layernorm", "k_proj", "v_proj", "k_norm", "embed_tokens"),
-    "mtp": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "input_layernorm", "k_proj", "v_proj", "k_norm"),
+    "mtp": (
+        *("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "input_layernorm", "k_proj", "v_proj", "k_norm"),
+        *("input_proj", "token_layernorm", "hidden_layernorm"),  # MiMo's
+    ),
 }
 
 

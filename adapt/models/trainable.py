@@ -13,12 +13,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from honed.adapt.models.drafter_tensor_names import METHODS
+from honed.adapt.models.drafter_tensor_names import METHODS, MTP_PREFIXES
 from honed.adapt.models.target_tensor_names import head_names, text_config
 
 VLLM_ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "DFlashLagunaForCausalLM", "DFlashMuseGlimmerAssistantModel")
 MTP_FAMILIES = ("qwen3_5", "qwen3_next")
-"""Beginnings of the model types whose MTP head can be trained."""
+"""Beginnings of the model types whose MTP head can be trained, beside MiMo's."""
 EAGLE3_ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
     "Eagle3LlamaForCausalLM",
@@ -75,7 +75,8 @@ def why_untrained(pair: Pair) -> list[str]:
         found.append("under vLLM's own adaptive verification only the device knows each request's rows")
     if pair.method == "mtp" and pair.drafter is not None and not is_mtp(pair.drafter):
         found.append(
-            f"of MTP heads only those of Qwen3.5's and Qwen3-Next's kind can be trained, not {pair.drafter.get('model_type')!r}"
+            "of MTP heads only those of Qwen3.5's, Qwen3-Next's and MiMo-7B's kind can be trained, "
+            f"not {pair.drafter.get('model_type')!r}"
         )
     elif pair.drafter is not None:
         found += drafter_reasons(pair.drafter)
@@ -174,7 +175,18 @@ def is_eagle3(raw: Mapping[str, Any]) -> bool:
 def is_mtp(raw: Mapping[str, Any]) -> bool:
     """Whether this is the config of a target with an MTP head, or of the head as vLLM makes it of that."""
     kinds = (str(part.get("model_type") or "") for part in (raw, text_config(raw)))
-    return "dflash_config" not in raw and any(kind.startswith(MTP_FAMILIES) for kind in kinds)
+    return "dflash_config" not in raw and (is_mimo(raw) or any(kind.startswith(MTP_FAMILIES) for kind in kinds))
+
+
+def is_mimo(raw: Mapping[str, Any]) -> bool:
+    """Whether this is the config of a MiMo-7B, or of its MTP head as vLLM makes it of that."""
+    return raw.get("model_type") in ("mimo", "mimo_mtp")
+
+
+def has_attention_bias(raw: Mapping[str, Any]) -> bool:
+    """Whether vLLM's queries, keys and values have biases in a drafter with this config.json, or a flat one."""
+    own = raw.get("transformer_layer_config") or (text_config(raw) if is_mtp(raw) else raw)
+    return is_mimo(own) or bool(own.get("qkv_bias" if is_mtp(own) else "attention_bias"))
 
 
 def has_experts(raw: Mapping[str, Any]) -> bool:
@@ -250,7 +262,7 @@ def _eagle3_trainer_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _mtp_trainer_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
-    """Features of a target's resolved text config that the trainable MTP head (`recalib/drafter/mtp.py`) lacks."""
+    """Features of a resolved text config that the trainable MTP heads (`mtp.py`, `mimo.py` in recalib/drafter) lack."""
     layers = int(raw.get("mtp_num_hidden_layers") or raw.get("num_nextn_predict_layers") or 1)
     checks = {
         f"an MTP head of {layers} layers": layers > 1,
@@ -258,6 +270,7 @@ def _mtp_trainer_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
         f"activation {raw.get('hidden_act')}": (raw.get("hidden_act") or "silu") != "silu",
         "scaled RoPE": raw["rope_parameters"]["rope_type"] not in ROPE_TYPES,
         "layer_scale": raw.get("layer_scale"),
+        "norms of queries and keys in MiMo's MTP head": is_mimo(raw) and raw.get("qk_norm"),
     }
     yield from (name for name, is_asked in checks.items() if is_asked)
 
@@ -275,7 +288,9 @@ def _is_sliding(raw: Mapping[str, Any]) -> bool:
 
 def _is_scale_of_mtp(name: str) -> bool:
     """Whether a tensor belongs to a quantised linear layer of an MTP head."""
-    return name.startswith("mtp.") and name.endswith(("_scale", "_scale_inv", "_scale_2", ".scales", ".qweight", "_packed"))
+    return name.startswith(MTP_PREFIXES) and name.endswith(
+        ("_scale", "_scale_inv", "_scale_2", ".scales", ".qweight", "_packed")
+    )
 
 
 def _is_qwen3_dspark(raw: Mapping[str, Any]) -> bool:

@@ -76,6 +76,8 @@ _PROPOSER, _SPECULATOR = "v1/spec_decode/dflash.py", "v1/worker/gpu/spec_decode/
 _DFLASH, _DSPARK = "model_executor/models/qwen3_dflash.py", "model_executor/models/qwen3_dspark.py"
 _EAGLE3, _EAGLE3_QWEN3 = "model_executor/models/llama_eagle3.py", "model_executor/models/qwen3_eagle3.py"
 _MTPS = {"Qwen3_5": "model_executor/models/qwen3_5_mtp.py", "Qwen3Next": "model_executor/models/qwen3_next_mtp.py"}
+_MIMO = "model_executor/models/mimo_mtp.py"
+_OF_MIMO = ("token_layernorm", "hidden_layernorm", "input_proj", "mtp_block", "final_layernorm")
 _OF_MTP = ("fc", "layers", "norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
 _V2_AR = "v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py"
 
@@ -304,6 +306,9 @@ WORKERS: tuple[Clause, ...] = (
     *(Attributes(file, owner, ("model",)) for file, owner in _EAGLE3_MODELS),
     *(Attributes(file, f"{kind}MTP", ("model",)) for kind, file in _MTPS.items()),
     *(Attributes(file, f"{kind}MultiTokenPredictor", _OF_MTP) for kind, file in _MTPS.items()),
+    Attributes(_MIMO, "MiMoMTP", ("model",)),
+    Attributes(_MIMO, "MiMoMultiTokenPredictor", ("mtp_layers", "mtp_start_layer_idx")),
+    Attributes(_MIMO, "MiMoMultiTokenPredictorLayer", _OF_MIMO),
     *(Method(file, owner, "combine_hidden_states", first=("hidden_states",)) for file, owner in _EAGLE3_MODELS),
 )
 """Needs of both capture and swap: a way to the workers, also of an idle engine, and to the drafter in them."""

@@ -197,7 +197,8 @@ def runner_of(model_runner: Any) -> Runner:
     else:
         raise TypeError(f"{type(model_runner).__name__} has no drafter that honed supports")
     model = runner.draft_model
-    is_known = hasattr(model, "combine_hidden_states") or hasattr(getattr(model, "model", None), "pre_fc_norm_hidden")
-    if not hasattr(runner.drafter, "propose") or not is_known:
+    inner = getattr(model, "model", None)
+    is_mtp = any(hasattr(inner, name) for name in ("pre_fc_norm_hidden", "mtp_layers"))
+    if not hasattr(runner.drafter, "propose") or not (is_mtp or hasattr(model, "combine_hidden_states")):
         raise TypeError(f"the drafter {type(runner.drafter).__name__} is of none of the kinds {', '.join(METHODS)}")
     return runner

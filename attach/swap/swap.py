@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from honed.adapt.models.drafter_tensor_names import IGNORED, is_shared, names_of
+from honed.adapt.models.drafter_tensor_names import IGNORED, is_shared, name_of, names_of
 from honed.attach.swap.checkpoint_file import load_file
 from honed.attach.swap.live_checksum import LiveChecksum
 from honed.attach.swap.shard import Shard, shard_of
@@ -218,11 +218,13 @@ class Swapper:
         """
         inner = self._model.model
         packed = {id(layer) for layer in _packed_linears(inner)}
+        own = f"mtp_layers.{getattr(inner, 'mtp_start_layer_idx', 0)}."  # vLLM counts MiMo's from the target's on
         for module_name, module in inner.named_modules():
             if is_shared(module_name) or any(part in module_name for part in IGNORED):
                 continue
             for parameter_name, parameter in module.named_parameters(recurse=False):
-                name = f"{module_name}.{parameter_name}" if module_name else parameter_name
+                name = name_of(f"{module_name}.{parameter_name}" if module_name else parameter_name)
+                name = name.replace(own, "mtp_layers.0.", 1)
                 if name == "mask_embedding" and not inner.has_separate_mask_embedding:
                     continue
                 value = _dense_weight(module) if id(module) in packed and parameter_name == "weight" else parameter.data

@@ -228,6 +228,7 @@ HEADS = (
     ),
     *(Head(f"Qwen/Qwen3-Next-80B-A3B-{kind}", "qwen3_next", "experts") for kind in ("Instruct", "Thinking")),
     Head("XiaomiMiMo/MiMo-7B-RL", "mimo", "dense"),
+    Head("XiaomiMiMo/MiMo-V2-Flash", "mimo_v2_flash", "experts"),
     Head("zai-org/GLM-4.5", "glm4_moe", "experts"),
     Head("zai-org/GLM-4.7-Flash", "glm4_moe_lite", "MLA, experts"),
     Head("deepseek-ai/DeepSeek-V3", "deepseek_v3", "MLA, experts"),

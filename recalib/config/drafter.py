@@ -12,11 +12,13 @@ from honed.adapt.models.trainable import (
     drafter_reasons,
     drafts_from_anchor,
     eagle3_option,
+    has_attention_bias,
     has_experts,
     has_reduced_vocabulary,
     is_dflash2,
     is_dspark,
     is_eagle3,
+    is_mimo,
     is_mtp,
     layer_attention,
     resolved,
@@ -99,6 +101,8 @@ class Mtp:
     has_gate: bool
     """Whether each query brings a gate on the attention's output."""
     experts: Experts | None = None
+    is_mimo: bool = False
+    """Whether it is MiMo's: it reads the target's last state before the final norm, and norms no queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +207,7 @@ class DrafterConfig:
                 rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
                 rope_theta=float(rope["rope_theta"]),
                 rope_scaling=RopeScaling.from_json(rope),
-                attention_bias=bool(raw.get("qkv_bias" if is_mtp(raw) else "attention_bias")),
+                attention_bias=has_attention_bias(raw),
                 num_target_layers=int(raw["num_target_layers"]) if raw.get("num_target_layers") else None,
                 rotary_share=float(rope.get("partial_rotary_factor") or 1.0),
                 draft_vocab_size=int(raw["draft_vocab_size"]) if has_reduced_vocabulary(raw) else None,
@@ -229,12 +233,11 @@ def _dflash_of(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _mtp_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a target's config that its MTP head depends on."""
-    return {
-        "block_size": 1 + MTP_TOKENS,
-        "mask_token_id": 0,
-        "target_layer_ids": (),
-        "mtp": Mtp(bool(raw.get("attn_output_gate", True)), _experts_of(raw) if has_experts(raw) else None),
-    }
+    if is_mimo(raw):
+        kind = Mtp(has_gate=False, is_mimo=True)
+    else:
+        kind = Mtp(bool(raw.get("attn_output_gate", True)), _experts_of(raw) if has_experts(raw) else None)
+    return {"block_size": 1 + MTP_TOKENS, "mask_token_id": 0, "target_layer_ids": (), "mtp": kind}
 
 
 def _experts_of(raw: Mapping[str, Any]) -> Experts:

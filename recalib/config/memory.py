@@ -175,8 +175,9 @@ def _count_mtp(config: DrafterConfig, mtp: Mtp, settings: TrainingSettings) -> t
     h, d = config.hidden_size, config.head_dim
     queries, values = config.num_attention_heads * d, config.num_key_value_heads * d
     asked = queries * (2 if mtp.has_gate else 1)
-    kv_path = 2 * h * h + 3 * h + 2 * h * values + d
-    others = 2 * h + d + h * asked + h * queries + 3 * h * config.intermediate_size
+    head_norm = 0 if mtp.is_mimo else d
+    kv_path = 2 * h * h + 3 * h + 2 * h * values + head_norm
+    others = 2 * h + head_norm + h * asked + h * queries + 3 * h * config.intermediate_size
     if config.attention_bias:
         kv_path, others = kv_path + 2 * values, others + asked
     router = 0

@@ -25,6 +25,7 @@ from honed.recalib.config.speculators import flat, nested
 from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.drafter.drafter import Drafter, Vocabulary
 from honed.recalib.drafter.eagle3 import Eagle3Drafter
+from honed.recalib.drafter.mimo import MimoDrafter
 from honed.recalib.drafter.mtp import MtpDrafter
 from honed.recalib.registry.durable import open_regular, read_document
 from honed.recalib.registry.tensor_file import TensorEntry, read_tensor_entries
@@ -39,13 +40,13 @@ WORDS_NAME = "d2t"
 EXPERTS = "mtp.layers.0.mlp.experts"
 """Beginning of the names of an MTP head's experts, in the target's files."""
 MASK_EMBEDDING_NAME = "mask_embedding.pt"
-KINDS: dict[str, type[Drafter]] = {
+_KINDS: dict[str, type[Drafter]] = {
     "dflash": DFlashDrafter,
     "dspark": DFlashDrafter,
     "eagle3": Eagle3Drafter,
     "mtp": MtpDrafter,
 }
-"""Class of each method's drafters."""
+"""Class of each method's drafters, see `kind_of`."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -91,9 +92,14 @@ class TargetHead:
         """Whether these layers tell the target's distribution: the last is among them, and its logits aren't capped."""
         return list(target_layer_ids[-1:]) == [self.num_hidden_layers - 1] and not self.is_capped
 
-    def last_hidden(self, features: Tensor, target_layer_ids: Sequence[int]) -> Tensor | None:  # [T, A] -> [T, H_target]
-        """The target's last hidden state, after its final norm, from its concatenated layers; None unless `is_last_of`."""
-        if not self.is_last_of(target_layer_ids):
+    def last_hidden(self, features: Tensor, config: DrafterConfig) -> Tensor | None:  # [T, A] -> [T, H_target]
+        """The target's last hidden state, after its final norm, from unfused rows; None for a drafter that doesn't read it.
+
+        An MTP head reads that state itself, MiMo's before the norm. Others read layers, the last one only if `is_last_of`.
+        """
+        if config.mtp is not None and not config.mtp.is_mimo:
+            return features.float()
+        if config.mtp is None and not self.is_last_of(config.target_layer_ids):
             return None
         width = len(self.final_norm)
         return F.rms_norm(features[:, -width:].float(), (width,), self.final_norm, self.rms_norm_eps)
@@ -273,7 +279,7 @@ def load_drafter(
     goal_head = None
     if lm_head is not head.lm_head and head.is_last_of(config.target_layer_ids):
         goal_head = head.lm_head if words is None else head.lm_head[words.to(head.lm_head.device)]
-    drafter = KINDS[config.method](config, Vocabulary(embed_tokens, lm_head, words, goal_head))
+    drafter = kind_of(config)(config, Vocabulary(embed_tokens, lm_head, words, goal_head))
     own = drafter.state_dict()
     found = read_tensors(folder, [stored.get(name, name) for name in own])
     tensors = {name: found[stored.get(name, name)] for name in own}
@@ -288,6 +294,11 @@ def load_drafter(
         assert isinstance(drafter, MtpDrafter)
         drafter.take_experts(*head.experts)
     return drafter
+
+
+def kind_of(config: DrafterConfig) -> type[Drafter]:
+    """Class of a drafter of this shape."""
+    return MimoDrafter if config.mtp is not None and config.mtp.is_mimo else _KINDS[config.method]
 
 
 def _read_words(folder: Path, config: DrafterConfig) -> Tensor | None:  # [W]

@@ -13,13 +13,12 @@ import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
-from honed.adapt.models.drafter_tensor_names import IGNORED
+from honed.adapt.models.drafter_tensor_names import IGNORED, MTP_PREFIXES
 from honed.recalib.registry.access import User, check_readable
 from honed.recalib.registry.durable import open_regular, read_document
 from honed.recalib.registry.manifest import CONFIG, INDEX, WEIGHTS
 from honed.recalib.registry.tensor_file import TensorEntry, read_tensor_entries
 
-PREFIX = "mtp."
 _MAX_INDEX_BYTES = 64 << 20
 
 
@@ -37,7 +36,9 @@ def extract_head(target: Path, folder: Path, user: User | None = None) -> None:
     for path in _files_of(target):
         found += [(path, entry) for entry in read_tensor_entries(path) if _is_swapped(entry.name)]
     if not found:
-        raise ValueError(f"{target} has no tensors of an MTP head (named {PREFIX}…)")
+        raise ValueError(
+            f"{target} has no tensors of an MTP head (named {' or '.join(f'{prefix}…' for prefix in MTP_PREFIXES)})"
+        )
     found.sort(key=lambda one: one[1].name)
     header, at = {}, 0
     for _, entry in found:
@@ -67,7 +68,7 @@ def extract_head(target: Path, folder: Path, user: User | None = None) -> None:
 
 
 def _is_swapped(name: str) -> bool:
-    return name.startswith(PREFIX) and not any(part in name for part in IGNORED)
+    return name.startswith(MTP_PREFIXES) and not any(part in name for part in IGNORED)
 
 
 def _files_of(target: Path) -> list[Path]:
@@ -76,6 +77,6 @@ def _files_of(target: Path) -> list[Path]:
         return [target / WEIGHTS]
     try:
         names: dict[str, str] = json.loads(read_document(target / INDEX, _MAX_INDEX_BYTES))["weight_map"]
-        return sorted({target / Path(file).name for name, file in names.items() if name.startswith(PREFIX)})
+        return sorted({target / Path(file).name for name, file in names.items() if name.startswith(MTP_PREFIXES)})
     except (KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{target / INDEX} is broken ({error!r})") from error

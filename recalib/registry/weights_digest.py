@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from honed.adapt.models.drafter_tensor_names import is_shared
+from honed.adapt.models.trainable import has_attention_bias
 from honed.recalib.registry.durable import open_regular, read_document
 from honed.recalib.registry.tensor_file import TensorEntry, read_drafter_entries
 
@@ -35,7 +36,7 @@ def weights_digests(path: Path) -> set[str]:
         ValueError: a file isn't sound, or holds values of a type that drafters aren't stored in.
         OSError: it can't be read.
     """
-    has_bias = _has_bias(path.with_name("config.json"))
+    has_bias = has_attention_bias(msgspec.json.decode(read_document(path.with_name("config.json")), type=dict[str, Any]))
     entries = sorted((e for e in read_drafter_entries(path) if _is_served(e, has_bias)), key=lambda e: e.name)
     digests = [hashlib.sha256() for _ in _SERVED_AS]
     with open_regular(path) as file:
@@ -53,11 +54,6 @@ def weights_digests(path: Path) -> set[str]:
 
 def _is_served(entry: TensorEntry, has_bias: bool) -> bool:
     return not is_shared(entry.name) and (has_bias or not entry.name.endswith(".bias"))
-
-
-def _has_bias(config: Path) -> bool:
-    raw = msgspec.json.decode(read_document(config), type=dict[str, Any])
-    return bool((raw.get("transformer_layer_config") or raw).get("attention_bias"))
 
 
 def _widen(data: bytes) -> Floats:

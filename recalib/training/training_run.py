@@ -136,15 +136,14 @@ class TrainingRun:
 
     def sample(self, stretch: Stretch) -> TrainingSample:
         """Convert to tensors, with the target's distribution if the loss needs it and it was captured."""
+        # An MTP head's rows are the same in either form.
         sample = stretch.to_training_sample(self._feed.is_fused and self._config.mtp is None)
         if self._training.loss not in ("kl", "hybrid"):
             return sample
-        if self._config.mtp is not None:  # its rows are the target's last hidden states, in either form
-            return replace(sample, target_hidden=sample.features.float())
         if sample.is_fused:
             return sample
         assert self._head is not None
-        return replace(sample, target_hidden=self._head.last_hidden(sample.features, self._config.target_layer_ids))
+        return replace(sample, target_hidden=self._head.last_hidden(sample.features, self._config))
 
     def pace(self) -> Pace:
         """Make the pace of units on the training's device. On a CPU units are whole, and the trainer yields within them.

@@ -42,12 +42,14 @@ from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
 from tests.e2e.drafting import LOGITS_TOLERANCE, difference_of_logits, listen, share_of_equal_drafts
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.swapping import swap, wait_until_written
+from tests.zoo.mtp_targets import as_qwen2
 from tests.zoo.pairs import PAIRS, make
 
 parser = argparse.ArgumentParser()
 parser.add_argument("pair")
 _asked = parser.parse_args()
 PAIR = PAIRS[_asked.pair]
+IS_MIMO = PAIR.target == "mimo"
 DEVICE = torch.device("cuda" if IS_CUDA else "cpu")
 """Of training."""
 os.environ["HONED_FEATURES"] = "layers"
@@ -68,8 +70,10 @@ def answers(running: TestEngine) -> list[list[int]]:
     return running.generate(PROMPTS, temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
 
 
-def as_transformers_reads(target: Path) -> Path:
-    """The target, or the one that it was rewritten from: Transformers' Qwen3.5 has no attention without gates."""
+def as_transformers_reads(target: Path, folder: Path) -> Path:
+    """The target, or one that is the same function: Transformers has no MiMo, and no Qwen3.5 without gates."""
+    if IS_MIMO:
+        return as_qwen2(target, folder)
     raw = json.loads((target / "config.json").read_text())
     return TARGET if raw.get("attn_output_gate") is False else target
 
@@ -99,9 +103,18 @@ def errors_of_capture(target: Path, layers: tuple[int, ...], samples: list[Train
 
 
 def _read_by_a_drafter(model: Any, token_ids: torch.Tensor, layers: tuple[int, ...]) -> torch.Tensor:
+    if IS_MIMO:
+        return _before_the_last_norm(model, token_ids)
     hidden = model(token_ids[None], output_hidden_states=True).hidden_states
     inner = [hidden[layer + 1][0] for layer in layers if layer + 2 < len(hidden)]  # the last one is normed there
     return torch.cat(inner or [hidden[-1][0]], dim=-1).float()  # an MTP head reads that
+
+
+def _before_the_last_norm(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
+    seen: list[torch.Tensor] = []
+    with model.model.norm.register_forward_pre_hook(lambda _, given: seen.append(given[0])):
+        model(token_ids[None])
+    return seen[0][0].float()
 
 
 def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -205,7 +218,9 @@ def run(folder: Path) -> dict[str, Any]:
         samples = [one.to_training_sample(is_fused=False) for one in (*stretches, *assembler.finish())]
         assert len(samples) == NUM_PROMPTS, f"{len(samples)} requests were captured"
         drafter = load_drafter(drafter_dir, target, num_draft_tokens=K)
-        error, rounding = errors_of_capture(as_transformers_reads(target), drafter.config.target_layer_ids, samples)
+        error, rounding = errors_of_capture(
+            as_transformers_reads(target, folder / "read"), drafter.config.target_layer_ids, samples
+        )
         result["capture_error"] = round(error, 6)
         result["capture"] = result["capture_error"] <= max(TOLERANCE, 2.0 * rounding)
         result["equal_drafts"] = round(share_of_equal_drafts(drafter, dict(seen)), 4)

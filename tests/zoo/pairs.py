@@ -18,7 +18,7 @@ from honed.recalib.drafter.drafter import Vocabulary
 from honed.recalib.registry.head_of_target import extract_head
 from tests.e2e.engine import DRAFTER, TARGET
 from tests.e2e.swapping import renamed_drafter
-from tests.zoo.mtp_targets import add_mtp_head, make_mtp_target
+from tests.zoo.mtp_targets import add_mtp_head, make_mimo_target, make_mtp_target
 from tests.zoo.targets import NUM_LAYERS, TARGETS, VOCAB_SIZE, make_target
 
 NUM_WORDS = 3072
@@ -113,6 +113,7 @@ PAIRS: dict[str, Pair] = {
     "mtp, experts": Pair("experts", has_mtp=True),
     "mtp, hybrid": Pair("qwen3.5", has_mtp=True, dtype="bfloat16", options=_TEXT),
     "mtp, qwen3-next": Pair("qwen3-next", has_mtp=True, dtype="bfloat16"),
+    "mtp, mimo": Pair("mimo", has_mtp=True, options={"trust_remote_code": True}),
     "eagle3, qwen3": Pair(eagle3={"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}),
 }
 
@@ -122,7 +123,9 @@ def make(name: str, folder: Path) -> tuple[Path, Path]:
     pair = PAIRS[name]
     target, drafter = folder / "target", folder / "drafter"
     if pair.has_mtp:
-        if pair.target in TARGETS:
+        if pair.target == "mimo":
+            make_mimo_target(target)
+        elif pair.target in TARGETS:
             make_target(pair.target, target, getattr(torch, pair.dtype))
             add_mtp_head(target)
         else:

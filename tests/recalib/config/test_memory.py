@@ -10,7 +10,7 @@ import torch
 
 from honed.recalib.config.drafter import Convolution, Eagle3, Experts, Markov, Mtp, Selector
 from honed.recalib.config.memory import MemoryBudgetError, check_fits, count_parameters, estimate, estimate_and_cures
-from honed.recalib.drafter.checkpoint import KINDS
+from honed.recalib.drafter.checkpoint import kind_of
 from honed.recalib.drafter.dflash import DrafterConfig
 from honed.recalib.drafter.drafter import Drafter, Vocabulary
 from honed.recalib.drafter.mtp import MtpDrafter
@@ -45,6 +45,7 @@ EAGLE3 = replace(
 )
 MTP = replace(CONFIG, num_hidden_layers=1, block_size=4, target_layer_ids=(), mtp=Mtp(has_gate=True))
 WITH_EXPERTS = replace(MTP, mtp=Mtp(has_gate=True, experts=Experts(count=8, top_k=2, intermediate_size=64, renormalizes=True)))
+MIMO = replace(MTP, attention_bias=True, mtp=Mtp(has_gate=False, is_mimo=True))
 DFLASH2 = replace(CONFIG, convolution=Convolution(2, 16), selector=Selector(8, 4))
 DSPARK = replace(CONFIG, markov=Markov(rank=8, drafts_from_anchor=True))
 SETTINGS = TrainingSettings(anchors_per_micro_step=32, micro_steps_per_update=1)
@@ -54,7 +55,7 @@ ROWS = 600
 def make_drafter(config: DrafterConfig) -> Drafter:
     torch.manual_seed(0)
     embed = torch.randn(config.vocab_size, config.hidden_size)
-    drafter = KINDS[config.method](config, Vocabulary(embed, embed))
+    drafter = kind_of(config)(config, Vocabulary(embed, embed))
     if config.mtp and config.mtp.experts:
         count, width = config.mtp.experts.count, config.mtp.experts.intermediate_size
         assert isinstance(drafter, MtpDrafter)
@@ -129,7 +130,7 @@ def test_the_estimate_is_not_too_low_and_not_idle_talk(change: dict[str, object]
     [{}, {"gradient_checkpointing": True}, {"scope": "full"}, {"anchors_per_micro_step": 8}, {"loss": "acceptance"}],
     ids=str,
 )
-@pytest.mark.parametrize("config", [EAGLE3, MTP, WITH_EXPERTS], ids=["eagle3", "mtp", "mtp, experts"])
+@pytest.mark.parametrize("config", [EAGLE3, MTP, WITH_EXPERTS, MIMO], ids=["eagle3", "mtp", "mtp, experts", "mtp, mimo"])
 def test_the_estimate_of_a_drafter_that_drafts_one_by_one(
     config: DrafterConfig, change: dict[str, object], is_kept: bool, most: float
 ) -> None:
@@ -164,7 +165,7 @@ def test_parameters_are_counted_exactly() -> None:
     kinds = (
         *(CONFIG, replace(CONFIG, attention_bias=True), DFLASH2, DSPARK),
         *(replace(EAGLE3, eagle3=one) for one in (eagle3, whole)),
-        WITH_EXPERTS,
+        *(WITH_EXPERTS, MIMO),
         *(replace(MTP, attention_bias=has, mtp=Mtp(has_gate=has)) for has in (False, True)),
         *(replace(EAGLE3, attention_bias=True, eagle3=replace(eagle3, has_head_norms=has)) for has in (False, True)),
     )

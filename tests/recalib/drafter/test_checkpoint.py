@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -195,15 +196,15 @@ def test_drafters_that_are_compared_share_one_head(drafter_dir: Path, target_dir
     assert one.lm_head is one.embed_tokens
 
 
-def test_the_target_s_last_hidden_state_is_found_in_its_layers(target_dir: Path) -> None:
+def test_the_target_s_last_hidden_state_is_found_in_its_layers(drafter_dir: Path, target_dir: Path) -> None:
     """Layer 2 of 3 is the last: what the head is given is its output after the final norm."""
-    head = load_target_head(target_dir)
+    head, config = load_target_head(target_dir), read_drafter_config(drafter_dir)
     layers = torch.randn(5, 2 * 16)
-    hidden = head.last_hidden(layers, (0, 2))
+    hidden = head.last_hidden(layers, replace(config, target_layer_ids=(0, 2)))
     assert hidden is not None
     expected = layers[:, 16:] / layers[:, 16:].square().mean(-1, keepdim=True).add(head.rms_norm_eps).sqrt()
     torch.testing.assert_close(hidden, expected * head.final_norm)
-    assert head.last_hidden(layers, (0, 1)) is None
+    assert head.last_hidden(layers, replace(config, target_layer_ids=(0, 1))) is None
 
 
 def reduce(drafter_dir: Path, words: list[int]) -> dict[str, torch.Tensor]:
@@ -270,9 +271,10 @@ def test_a_target_inside_another_model_is_read(prefix: str, target_dir: Path) ->
     assert torch.equal(head.final_norm, 1.0 + expected.final_norm), "this family's norms multiply by 1 + w"
 
 
-def test_capped_logits_are_not_computed_from_a_hidden_state(target_dir: Path) -> None:
+def test_capped_logits_are_not_computed_from_a_hidden_state(drafter_dir: Path, target_dir: Path) -> None:
     edit_config(target_dir, final_logit_softcapping=30.0)
-    assert load_target_head(target_dir).last_hidden(torch.randn(5, 2 * 16), (0, 2)) is None
+    config = replace(read_drafter_config(drafter_dir), target_layer_ids=(0, 2))
+    assert load_target_head(target_dir).last_hidden(torch.randn(5, 2 * 16), config) is None
 
 
 def test_a_block_has_as_many_tokens_as_the_engine_drafts(drafter_dir: Path) -> None:

@@ -56,6 +56,19 @@ def test_other_names_are_the_same_tensors_and_what_vllm_ignores_counts_for_nothi
     assert as_the_engine_does(tensors | bias if config else tensors) in weights_digests(path)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [{"text_config": {"model_type": "qwen3_5_text", "qkv_bias": True}}, {"model_type": "mimo"}],
+    ids=["Qwen3.5", "MiMo"],
+)
+def test_an_mtp_head_s_biases_count_where_vllm_has_them(tmp_path, config):
+    path = checkpoint(tmp_path, **config)
+    theirs = {"model.mtp_layers.0.self_attn.q_proj.bias": torch.ones(2), "mtp.fc.weight": torch.ones(3)}
+    save_file(theirs, path)
+    ours = {"mtp_layers.0.self_attn.q_proj.bias": torch.ones(2), "fc.weight": torch.ones(3)}
+    assert as_the_engine_does(ours) in weights_digests(path)
+
+
 @pytest.mark.fault("a drafter under other tensor names")
 def test_two_names_of_one_tensor_are_refused(tmp_path):
     path = checkpoint(tmp_path)
