@@ -148,8 +148,14 @@ def make_hybrid(
             save_hybrid(fresh, target)
 
         train_target(fresh, streams, settings, save_target, compiles=False)
-        discourage_loops(fresh, streams, LoopTraining(minutes=given.loop_minutes), save_target)
     model = load_hybrid(target)
+    if "loops" in given.stages:
+
+        def save_model() -> None:
+            save_hybrid(model, target)
+
+        discourage_loops(model, streams, LoopTraining(minutes=given.loop_minutes), save_model)
+        model = load_hybrid(target)  # as it is served, in bfloat16
     if "drafter" in given.stages:
         pools = drafter_pools(model, tokenizer, documents)
         raw = drafter_json() | SHAPE | {"num_hidden_layers": 2}
@@ -174,7 +180,7 @@ def main() -> None:
     parser.add_argument("--target-minutes", type=float, default=20.0, help="hybrid: training of the target")
     parser.add_argument("--loop-minutes", type=float, default=5.0, help="hybrid: training against loops")
     parser.add_argument("--drafter-steps", type=int, default=DrafterTraining.steps, help="hybrid: steps of the drafter")
-    parser.add_argument("--stages", nargs="+", default=["target", "drafter", "prompts"], help="hybrid: what to make")
+    parser.add_argument("--stages", nargs="+", default=["target", "loops", "drafter", "prompts"], help="hybrid: what to make")
     parser.add_argument("--steps", type=int, default=600, help="sliding and dflash2: steps after the change")
     parser.add_argument("--eagle3-steps", type=int, default=1000, help="eagle3: steps of the drafter")
     parser.add_argument("--mtp-steps", type=int, default=1000, help="mtp: steps of the head")
