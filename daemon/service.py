@@ -232,6 +232,7 @@ class Service:
             identify=lambda hello, peer: self.drafters.identify(hello, self.router.user_of(peer)),
             on_hello=self.warm_start.prepare,
             on_welcome=self._on_welcome,
+            keep=self.engines.keep,
         )
         self.ingest = Ingest(
             self.engines,

@@ -59,6 +59,7 @@ FAULTS = (
     "a wall clock that is wrong",
     "rounds dated later than now",
     "a database deleted while it is in use",
+    "an update of the target while no daemon runs",
     "a damaged database blamed on permissions",
     "a ring that no writer made",
     "a link in place of a ring",

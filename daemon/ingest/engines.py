@@ -11,7 +11,7 @@ import structlog
 from honed.adapt.protocol.wire import FOREIGN_DRAFTER, EngineHello, EngineStatus, Policy
 from honed.daemon.errors import UnknownError, there_are
 from honed.daemon.ingest.sequences import BootSequence
-from honed.daemon.store.batch_tables import StoredBatch, losses
+from honed.daemon.store.batch_tables import StoredBatch, losses, save_facts
 from honed.daemon.store.rollups import Counts
 from honed.daemon.store.store import Store
 
@@ -40,6 +40,10 @@ class Boot:
     lost_at_s: float = float("-inf")
     """Time of the last report, since the daemon's start, of lost, missing or malformed data."""
     hello: EngineHello | None = None
+    own_version: str = ""
+    """Version of the checkpoint that its vLLM loaded."""
+    target_updates: int = 0
+    """Updates of its target's weights that were acted on."""
 
     def note_stored(self, item: StoredBatch, now_s: float) -> None:
         """Note that a batch of this boot is on disk."""
@@ -80,8 +84,6 @@ class Engine:
     live_version: str = ""
     """Its drafter version by its latest message; "" if unregistered. May also be `wire.LOST_DRAFTER` or
     `wire.FOREIGN_DRAFTER`."""
-    own_version: str = ""
-    """Version of the checkpoint that its vLLM loaded."""
     note: str = ""
     """Remark about this engine for the operator."""
     is_lost: bool = False
@@ -214,6 +216,13 @@ class Engines:
         """Connected engine -> its configured draft tokens per round."""
         return {e.engine_id: e.hello.num_spec_tokens for e in self.connected(now_s) if e.hello is not None}
 
+    def keep(self, boot: Boot) -> None:
+        """Store what a restarted daemon has to know of a boot. A failure is logged."""
+        facts = (boot.engine_id, boot.boot_id, boot.own_version, boot.target_updates)
+        self._store.submit(lambda db: save_facts(db, *facts)).add_done_callback(
+            lambda done: done.exception() and log.error("facts of a boot were not written", error=str(done.exception()))
+        )
+
     def _load(self, engine_id: str, boot_id: str) -> Boot:
         rows = self._store.read("SELECT * FROM boots WHERE engine_id = ? AND boot_id = ?", (engine_id, boot_id))
         boot = Boot(engine_id, boot_id, BootSequence())
@@ -224,6 +233,7 @@ class Engines:
             boot.lost = {name: row[name] for name in row if name.startswith("lost_")}
             boot.missing_batches, boot.malformed_batches = row["missing_batches"], row["malformed_batches"]
             boot.batches = row["batches"]
+            boot.own_version, boot.target_updates = row["own_version"], row["target_updates"]
         return boot
 
 

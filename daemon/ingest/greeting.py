@@ -13,7 +13,7 @@ import msgspec
 import structlog
 
 from honed.adapt.protocol import wire
-from honed.daemon.ingest.engines import Engine
+from honed.daemon.ingest.engines import Boot, Engine
 from honed.daemon.store import batch_tables
 from honed.daemon.store.store import Store
 from honed.recalib.registry.registry import RegistryError
@@ -30,6 +30,7 @@ class Greeting:
         identify: returns the registry's version of the checkpoint of a peer's hello, "" without one; may read all of it.
         on_hello: called before the version is known.
         on_welcome: called after the welcome.
+        keep: stores a boot's own version.
     """
 
     def __init__(
@@ -45,11 +46,12 @@ class Greeting:
         identify: Callable[[wire.EngineHello, bytes], str],
         on_hello: Callable[[Engine, wire.EngineHello], None],
         on_welcome: Callable[[Engine], None],
+        keep: Callable[[Boot], None],
     ) -> None:
         self._store, self._send = store, send
         self._daemon_id, self._log_token_ids, self._clock = daemon_id, log_token_ids, clock
         self._lock, self._in_background = lock, in_background
-        self._identify, self._on_hello, self._on_welcome = identify, on_hello, on_welcome
+        self._identify, self._on_hello, self._on_welcome, self._keep = identify, on_hello, on_welcome, keep
         self._identifying: set[str] = set()
         """Engines whose version is being looked for. They say hello every second meanwhile."""
 
@@ -83,7 +85,10 @@ class Greeting:
         except Exception as error:
             log.exception("the engine's drafter can't be registered", error=str(error))
         with self._lock:
-            engine.note, engine.own_version = engine.note or note, version
+            engine.note = engine.note or note
+            if version != engine.boot.own_version:
+                engine.boot.own_version = version
+                self._keep(engine.boot)
             if engine.live_version == "":
                 engine.live_version = version
             self._welcome(engine)

@@ -129,9 +129,10 @@ class Ingest:
         elif isinstance(message, wire.CommandResult):
             self._on_command_result(message)
         else:
-            before, engine.status = engine.status, message
-            engine.live_version = message.drafter_version
-            if before is not None and message.target_updates > before.target_updates:
+            engine.status, engine.live_version = message, message.drafter_version
+            if message.target_updates > engine.boot.target_updates:  # some may have come while no daemon heard of it
+                engine.boot.target_updates = message.target_updates
+                self._engines.keep(engine.boot)
                 self._on_target_update(engine)
 
     def _take_hello(self, peer: bytes, hello: wire.EngineHello) -> None:

@@ -50,6 +50,7 @@ SAVE_HELLO = """
 INSERT INTO boots (engine_id, boot_id, first_seen_unix_ns, last_seen_unix_ns, hello) VALUES (?1, ?2, ?3, ?3, ?4)
 ON CONFLICT (engine_id, boot_id) DO UPDATE SET last_seen_unix_ns = ?3, hello = ?4
 """
+SAVE_FACTS = "UPDATE boots SET own_version = ?3, target_updates = ?4 WHERE engine_id = ?1 AND boot_id = ?2"
 
 
 @dataclass(slots=True)
@@ -172,6 +173,11 @@ def committed_seq(db: Database, engine_id: str, boot_id: str) -> int:
         "SELECT committed_seq FROM boots WHERE engine_id = ? AND boot_id = ?", (engine_id, boot_id)
     ).fetchone()
     return int(row[0]) if row else 0
+
+
+def save_facts(db: Database, engine_id: str, boot_id: str, own_version: str, target_updates: int) -> None:
+    """Store what is known of a boot that said hello before."""
+    db.conn.execute(SAVE_FACTS, (engine_id, boot_id, own_version, target_updates))
 
 
 def save_hello(db: Database, engine_id: str, boot_id: str, hello_json: str, unix_ns: int) -> None:

@@ -24,6 +24,8 @@ CREATE TABLE boots (
   engine_id TEXT NOT NULL, boot_id TEXT NOT NULL,
   first_seen_unix_ns INTEGER NOT NULL, last_seen_unix_ns INTEGER NOT NULL,
   hello TEXT,                                -- JSON of the last EngineHello, NULL when only batches were seen
+  own_version TEXT NOT NULL DEFAULT '',      -- of the checkpoint that vLLM loaded; empty: not known
+  target_updates INTEGER NOT NULL DEFAULT 0, -- of the target's weights, as far as they were acted on
   committed_seq INTEGER NOT NULL DEFAULT 0,  -- highest sequence number stored: the source of every Ack
   batches INTEGER NOT NULL DEFAULT 0,
   rounds INTEGER NOT NULL DEFAULT 0,         -- with at least one draft token, as vLLM counts drafts

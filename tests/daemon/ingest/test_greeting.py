@@ -36,6 +36,7 @@ class Host:
             identify=lambda hello, peer: self.identify(hello),
             on_hello=lambda engine, hello: self.calls.append("hello"),
             on_welcome=lambda engine: self.calls.append("welcome"),
+            keep=self.engines.keep,
         )
 
     def greet(self, version: str = "") -> Engine:
@@ -75,7 +76,15 @@ def test_another_one_waits_until_its_checkpoint_was_read(host: Host) -> None:
     assert (host.sent, host.calls) == ([], ["hello"])
     host.work()
     assert [welcome.drafter_version for welcome in host.sent] == ["v0001-abc"]
-    assert engine.live_version == "v0001-abc"
+    assert engine.live_version == engine.boot.own_version == "v0001-abc"
+
+
+def test_the_version_it_came_with_is_known_after_a_restart_of_the_daemon(host: Host, store: Store, clock: Clock) -> None:
+    host.greet()
+    host.work()
+    assert store.drain(10)
+    again = Host(store, clock).greet("v0007-fed")  # what it runs by then
+    assert (again.live_version, again.boot.own_version) == ("v0007-fed", "v0001-abc")
 
 
 @pytest.mark.fault("a checkpoint read again at every hello")

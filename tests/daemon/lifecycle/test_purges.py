@@ -198,9 +198,9 @@ def update_target(service: Service, *totals: int) -> None:
 
 def test_samples_of_a_target_that_was_updated_go_where_that_is_wanted(purging: Service) -> None:
     written = write_samples(purging.settings.paths)
-    update_target(purging, 4)  # how many there were before the daemon began isn't news
+    update_target(purging, 0)
     assert holding(written) == written
-    update_target(purging, 4, 5)
+    update_target(purging, 1)
     wait_for(lambda: not holding(written), "the purge")
     with TestClient(make_app(purging)) as client:
         (row,) = client.get("/v1/audit").json()
@@ -211,6 +211,19 @@ def test_samples_of_a_target_that_was_updated_go_where_that_is_wanted(purging: S
         "the target of engine engine-0 was updated",
     )
     assert (mark["kind"], mark["engine_id"]) == ("target", "engine-0")
+
+
+@pytest.mark.fault("an update of the target while no daemon runs")
+def test_an_update_that_no_daemon_heard_of_counts_once(purging: Service) -> None:
+    update_target(purging, 0, 1)
+    wait_for(lambda: len(purging.operations.listing()) == 1, "the first purge")
+    purging.stop()
+    for total, num_purges in ((1, 1), (2, 2), (2, 2)):
+        again = Service(purging.settings, daemon_id="again")
+        again.start()
+        update_target(again, total)
+        again.stop()
+        assert len(again.operations.listing()) == num_purges
 
 
 def test_an_update_while_a_purge_is_under_way_is_followed_by_another_one(purging: Service) -> None:
