@@ -40,6 +40,8 @@ from honed.daemon.store.store import Store
 log = structlog.get_logger("honed.canaries")
 
 LEASE_S = 90.0
+ABANDONED_S = 86_400.0
+"""A trial ends when no engine of its versions' kind was connected for so long: it keeps others from being trained."""
 PAUSE_S = 2.0
 """Longer silence doesn't count as trial time, so a trial outlasts a night without traffic."""
 
@@ -206,6 +208,8 @@ class Canaries:
         if trial.active_s >= trial.canary.settings.max_s:
             verdict = trial.canary.give_up(f"shows no proven difference in {trial.active_s:.0f} s of traffic")
             self._end(trial, verdict.decision, verdict.text)
+        elif self._is_abandoned(trial, now_s):
+            self._end(trial, "stopped", f"no engine that can run both was connected for {ABANDONED_S / 3600:.0f} hours")
         elif not trial.is_swapping:
             self._end_window_if_over(trial, now_s)
             if self._rollout.trial is trial and not trial.is_swapping:
@@ -250,6 +254,14 @@ class Canaries:
         trial.is_swapping, trial.window_began_s = False, self._monotonic()
         if swap.refused:
             self._end(trial, "failed", swaps.failure_text(swap))
+
+    def _is_abandoned(self, trial: Trial, now_s: float) -> bool:
+        """Whether the engines that could run both versions are gone for good; one that sleeps is there."""
+        is_for, canary = self._swaps.is_for, trial.canary
+        there = self._engines.connected(now_s)
+        if trial.fitting_s is None or any(is_for(engine, canary.old) and is_for(engine, canary.new) for engine in there):
+            trial.fitting_s = now_s
+        return now_s - trial.fitting_s > ABANDONED_S
 
     def _engines_of(self, trial: Trial) -> list[Engine]:
         """Connected engines that can run both versions."""

@@ -6,12 +6,13 @@ until an operator recalibrates or a newer alarm replaces it.
 
 While two versions take turns, an alarm concerns both. It waits for the trial's end and is dropped only if one was worse.
 
-Alarms are kept on disk, because after a restart the detector has its new reference and wouldn't raise them again.
+Alarms are kept on disk, because after a restart the detector has its new reference and wouldn't raise them again. Those of an
+engine that was away for a day are dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,9 @@ log = structlog.get_logger("honed.recalibrations")
 
 MAX_ATTEMPTS = 6
 """Attempts per alarm; with the default pause the last starts about eight hours after the first."""
+
+RETIRED_S = 86_400.0
+"""An engine that was away for so long is retired: nothing can answer its alarms, so they are dropped."""
 
 FIRST_ERROR_SHARE = 0.5
 """The first attempt's part of the gate's error; the others have equal parts of the rest."""
@@ -90,6 +94,7 @@ class DriftAlarms:
         self._standing: dict[tuple[str, str], Standing] = {}
         self._held: dict[tuple[str, str], Standing] = {}
         self._answer: tuple[Operation, list[Standing]] | None = None
+        self._away_since_s: dict[str, float] = {}
 
     def load(self, text: str, find_operation: Callable[[str], Operation | None], now_s: float) -> None:
         """Load the stored alarms from JSON. Wait for the recalibration that answers them if it was resumed too.
@@ -168,6 +173,19 @@ class DriftAlarms:
             if one.is_given_up:
                 log.warning("drift stays unanswered", workload=one.alarm.workload, attempts=one.num_failed, error=one.hindrance)
             self._standing.setdefault((one.engine_id, one.alarm.workload), one)
+        self._keep()
+
+    def drop_retired(self, connected: Collection[str], now_s: float) -> None:
+        """Drop the alarms of engines that were away for `RETIRED_S`; `connected` has the ids of those that are there."""
+        away = {key[0] for key in (*self._standing, *self._held)} - set(connected)
+        self._away_since_s = {engine_id: self._away_since_s.get(engine_id, now_s) for engine_id in away}
+        retired = {engine_id for engine_id, since_s in self._away_since_s.items() if now_s - since_s > RETIRED_S}
+        if not retired:
+            return
+        for alarms in (self._standing, self._held):
+            for key in [key for key in alarms if key[0] in retired]:
+                del alarms[key]
+        log.info("alarms of engines that are gone are dropped", engine_ids=sorted(retired))
         self._keep()
 
     def _keep(self) -> None:

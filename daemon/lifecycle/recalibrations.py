@@ -255,6 +255,7 @@ class Recalibrations:
         if self._rollout.training is not None and not self._trainer.is_connected:
             self._end_training("failed", f"the trainer has been silent for {self._trainer.silent_s:.0f} s")
         self.alarms.tick(now_s)
+        self.alarms.drop_retired([engine.engine_id for engine in self._eligible.connected()], now_s)
         is_free = self._rollout.is_quiet and now_s - self._ended_s >= self._settings.min_interval_s
         if self._settings.automatic and is_free:
             for standing in self.alarms.due(now_s):

@@ -25,6 +25,8 @@ class Trial:
     heard_s: float = float("-inf")
     sent_s: float = float("-inf")
     is_swapping: bool = False
+    fitting_s: float | None = None
+    """Latest time at which an engine of both versions' kind was there."""
 
     @property
     def home(self) -> str:

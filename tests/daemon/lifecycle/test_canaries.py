@@ -12,6 +12,7 @@ from fastapi.testclient import TestClient
 from honed.adapt.protocol import wire
 from honed.daemon.api.app import make_app
 from honed.daemon.errors import StoreError
+from honed.daemon.lifecycle.canaries import ABANDONED_S
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings
 from tests.daemon.conftest import wait_for
@@ -306,6 +307,28 @@ def test_versions_that_do_not_share_the_cache_get_long_windows(stage: Stage) -> 
     assert stage.engine.swaps[-1].drops_cache
 
 
+def test_it_ends_when_its_engines_are_gone_for_good(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of another target goes on: it must not wait for ever to be trained."""
+    operation_id, new = candidate(stage, 1.0)
+    with stage.service.lock:
+        canaries, now_s = stage.service.canaries, stage.service.monotonic()
+        monkeypatch.setattr(stage.service.engines, "connected", lambda now_s: [])
+        canaries.tick(now_s)
+        canaries.tick(now_s + ABANDONED_S - 60.0)
+        assert stage.service.rollout.trial is not None
+        monkeypatch.undo()
+        canaries.tick(now_s + 1.0)  # there is one, even if it sleeps
+        monkeypatch.setattr(stage.service.engines, "connected", lambda now_s: [])
+        canaries.tick(now_s + ABANDONED_S + 0.5)
+        assert stage.service.rollout.trial is not None
+        canaries.tick(now_s + ABANDONED_S + 60.0)
+        assert stage.service.rollout.trial is None
+    done = stage.wait_state(operation_id, "cancelled")
+    assert "no engine that can run both was connected for 24 hours" in done["error"]
+    assert stage.aliases()["active"] == stage.first
+    assert not stage.service.canaries.why_failed(new), "it wasn't found worse"
+
+
 def test_it_goes_on_after_a_restart_of_the_daemon(settings: Settings, folder: Path) -> None:
     service, engine, trainer, first = first_life(settings, folder)
     trainer.introduce()
@@ -393,7 +416,8 @@ def test_time_without_traffic_does_not_count_against_a_candidate(stage: Stage) -
     trial = stage.service.rollout.trial
     assert trial is not None
     with stage.service.lock:
-        night_s = stage.service.monotonic() + 100 * trial.canary.settings.max_s
+        assert trial.canary.settings.max_s < 0.1 * ABANDONED_S
+        night_s = stage.service.monotonic() + 0.9 * ABANDONED_S
         stage.service.canaries.tick(night_s)
         assert stage.service.rollout.trial is trial
         assert trial.active_s < 60.0

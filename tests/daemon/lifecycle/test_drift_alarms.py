@@ -46,6 +46,25 @@ def test_each_workload_has_its_own_alarm_and_the_newest_counts() -> None:
     ]
 
 
+def test_alarms_of_an_engine_that_is_gone_for_a_day_are_dropped() -> None:
+    saved: list[str] = []
+    alarms = DriftAlarms(PAUSE_S, saved.append)
+    alarms.note("gone", alarm("b"))
+    alarms.hold("gone", alarm("c"))
+    alarms.note("there", alarm("b"))
+    alarms.note("back", alarm("b"))
+    num_saved = len(saved)
+    hours = 3600.0
+    for at_h, connected in ((0, ["there"]), (20, ["there"]), (23, ["there", "back"]), (24, ["there"])):
+        alarms.drop_retired(connected, at_h * hours)
+    assert len(alarms.view(0.0)) == 4
+    assert len(saved) == num_saved
+    alarms.drop_retired(["there"], 24.1 * hours)
+    assert [one["engine_id"] for one in alarms.view(0.0)] == ["there", "back"], "one that came back counts anew"
+    assert len(saved) == num_saved + 1
+    assert "gone" not in saved[-1]
+
+
 def test_a_recalibration_answers_the_workloads_that_it_is_of() -> None:
     alarms = DriftAlarms(PAUSE_S)
     for workload in ("b", "c"):
