@@ -35,6 +35,8 @@ FAULTS = (
     "a candidate that gains on one workload and loses on another",
     "a gate that equal candidates pass by luck",
     "rotary tables an ulp from vLLM's",
+    "a fine-tuned target in a folder of its own",
+    "a target in a folder that was moved",
     "a restart of vLLM while a training holds the GPU's memory",
     "active weights damaged at rest",
     "an alias of a version that was removed",

@@ -257,9 +257,9 @@ class Canaries:
 
     def _is_abandoned(self, trial: Trial, now_s: float) -> bool:
         """Whether the engines that could run both versions are gone for good; one that sleeps is there."""
-        is_for, canary = self._swaps.is_for, trial.canary
-        there = self._engines.connected(now_s)
-        if trial.fitting_s is None or any(is_for(engine, canary.old) and is_for(engine, canary.new) for engine in there):
+        is_for, canary = self._drafters.is_for, trial.canary
+        there = [engine.hello for engine in self._engines.connected(now_s)]
+        if trial.fitting_s is None or any(is_for(canary.old, hello) and is_for(canary.new, hello) for hello in there):
             trial.fitting_s = now_s
         return now_s - trial.fitting_s > ABANDONED_S
 

@@ -15,7 +15,7 @@ from honed.adapt.models.drafter_tensor_names import METHODS
 from honed.adapt.protocol.wire import EngineHello
 from honed.daemon.errors import ConflictError, PreconditionError, StoreError, UnknownError, there_are
 from honed.recalib.registry.access import User
-from honed.recalib.registry.manifest import CONFIG, INDEX, WEIGHTS
+from honed.recalib.registry.manifest import CONFIG, INDEX, WEIGHTS, is_for_target
 from honed.recalib.registry.registry import ALIASES, Manifest, Registry, RegistryConflictError, RegistryError
 
 log = structlog.get_logger("honed.drafters")
@@ -37,8 +37,8 @@ class Drafters:
         self.registry, self._on_move = registry, on_move
         self._read: dict[str, tuple[float, object]] = {}
         """Versions with intact files -> time of reading, and state of the files then."""
-        self._identified: dict[Path, tuple[str, object]] = {}
-        """Folders that engines named -> version, and state of the files when they were read."""
+        self._identified: dict[tuple[Path, str], tuple[str, object]] = {}
+        """Folders and targets that engines named -> version, and state of the folder's files when they were read."""
         self._damaged: dict[str, tuple[object, str]] = {}
         """Versions with damaged files -> state of the files when that was found, and the damage."""
 
@@ -58,14 +58,15 @@ class Drafters:
             return ""
         folder = Path(hello.drafter_path)
         stamp = self._stamp_of(folder)
-        known, stamp_then = self._identified.get(folder, ("", None))
+        place = folder, hello.target_path
+        known, stamp_then = self._identified.get(place, ("", None))
         if stamp is not None and stamp == stamp_then and not self.fault(known):
             return known
         take = self.registry.import_head if hello.method == "mtp" else self.registry.import_checkpoint
         manifest = take(folder, target_path=hello.target_path, note=f"loaded by engine {hello.engine_id}", user=user)
         if len(self._identified) >= MOST_IDENTIFIED:
             self._identified.clear()
-        self._identified[folder] = manifest.version, stamp
+        self._identified[place] = manifest.version, stamp
         if not self.alias("active"):
             self.registry.set_aliases({"floor": manifest.version, "active": manifest.version})
         return manifest.version
@@ -118,10 +119,26 @@ class Drafters:
             raise ConflictError(why, cure=f"{LISTED}; `honed promote` takes any that is whole.")
         return manifest
 
-    def passed_over(self, own: str, live: str) -> str:
-        """Tell of an engine's checkpoint that came after the active version, which is live in its place; "" if none did."""
+    def is_for(self, version: str, hello: EngineHello | None) -> bool:
+        """True if a version is a drafter of an engine's method, for its target."""
+        try:
+            manifest = self.manifest(version)
+        except UnknownError:
+            return False
+        return hello is not None and manifest.method == hello.method and is_for_target(manifest, hello.target_path)
+
+    def passed_over(self, own: str, live: str, hello: EngineHello | None) -> str:
+        """Tell of an engine's checkpoint that it came with, and that isn't active, what an operator should know of it.
+
+        Either it came after the active version, which is live in its place, or the active version is for other engines.
+        """
         active = self.active
-        if not own or own == active or live != active:
+        if not own or own == active:
+            return ""
+        if active and self.is_for(own, hello) and not self.is_for(active, hello):
+            what = f"the active version {active} is for another target or method, so honed leaves this engine's drafter alone"
+            return f"{what}: `honed promote {own}` makes the one that it came with active"
+        if live != active:
             return ""
         try:
             brought, served = self.registry.get(own), self.registry.get(active)

@@ -135,7 +135,7 @@ class Recalibrations:
             cure = "`honed rollback` goes back to a whole version, `honed promote VERSION` to any other."
             raise ConflictError(f"the active version can't be trained: {why}", cure=cure)
         manifest = self._drafters.manifest(active)
-        if manifest.method != hello.method or manifest.target_path not in ("", hello.target_path):
+        if not self._drafters.is_for(active, hello):
             made_for = f"method {manifest.method!r} and target {manifest.target_path!r}"
             raise ConflictError(
                 f"the active version {active} is for {made_for}, engine {engine.engine_id} has method {hello.method!r} "

@@ -210,16 +210,7 @@ class Swaps:
             return False
         if engine.has_foreign_drafter and not takes_over:
             return False
-        return self.is_for(engine, version)
-
-    def is_for(self, engine: Engine, version: str) -> bool:
-        """True if a version is a drafter of an engine's method, for its target."""
-        try:
-            manifest = self._drafters.manifest(version)
-        except HonedError:
-            return False
-        hello = engine.hello
-        return hello is not None and manifest.method == hello.method and manifest.target_path in ("", hello.target_path)
+        return self._drafters.is_for(version, engine.hello)
 
     def _settle(self, sent: _Sent, failure: str, excuse: str = "") -> None:
         """Note an engine's answer. `excuse`: what a failure is that isn't one of the swap, "replaced" or "postponed"."""

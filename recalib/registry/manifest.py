@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,26 @@ def verify_files(folder: Path) -> Manifest:
                 f"promote another version, then remove the folder {folder} or restore it from a backup"
             )
     return manifest
+
+
+def is_for_target(manifest: Manifest, target_path: str) -> bool:
+    """Whether a version was made for the target at this path, under the name that it has now or had then.
+
+    A folder was moved if nothing is at the old path any more, and the same config.json is here. Snapshots in the cache of the
+    Hugging Face hub are folders of links: it is the same target if both link to the same weights.
+    """
+    if "" in (manifest.target_path, target_path) or manifest.target_path == target_path:
+        return True
+    here, there = _weights_of(target_path), _weights_of(manifest.target_path)
+    if here and there:
+        return here == there
+    return bool(here and manifest.target_sha256) and manifest.target_sha256 == sha256_of_target(target_path)
+
+
+def _weights_of(target_path: str) -> str:
+    """Where a local target's weights really are, or their index; "" without any."""
+    found = (os.path.realpath(os.path.join(target_path, name)) for name in (INDEX, WEIGHTS))
+    return next((path for path in found if os.path.exists(path)), "")
 
 
 def sha256_of_target(target_path: str) -> str:

@@ -46,6 +46,7 @@ from honed.recalib.registry.manifest import (
     Manifest,
     RegistryError,
     describe_checkpoint,
+    is_for_target,
     read_drafter,
     read_manifest,
     verify_files,
@@ -122,6 +123,7 @@ class Registry:
         """Return the version with a checkpoint folder's weights and configuration; add it if there is none. Reads all bytes.
 
         Args:
+            target_path: the target that it drafts for; the same drafter of another target is another version.
             user: who named the folder, if somebody else; the user must be able to read it too.
 
         Raises:
@@ -145,7 +147,8 @@ class Registry:
                 ) from error
             for manifest in self.versions():
                 if (manifest.sha256, manifest.config_sha256, manifest.state) == (sha256, config_sha256, "ready"):
-                    return manifest
+                    if is_for_target(manifest, target_path):
+                        return manifest
 
             def copy(folder: Path) -> None:
                 for name, file in files.items():
@@ -159,6 +162,7 @@ class Registry:
         """Return the version with the MTP head of a target's checkpoint; add it if there is none. Reads all of the head.
 
         Args:
+            target_path: as for `import_checkpoint`.
             user: who named the folder, if somebody else; the user must be able to read it too.
 
         Raises:
@@ -173,7 +177,7 @@ class Registry:
                 raise RegistryError(f"{error.filename or target} can't be read ({error.strerror})") from error
             wanted = (sha256_file(folder / WEIGHTS), sha256_file(folder / CONFIG), "ready")
             for manifest in self.versions():
-                if (manifest.sha256, manifest.config_sha256, manifest.state) == wanted:
+                if (manifest.sha256, manifest.config_sha256, manifest.state) == wanted and is_for_target(manifest, target_path):
                     return manifest
 
             def move(into: Path) -> None:

@@ -1012,6 +1012,29 @@ def test_weights_arent_verified_amid_a_swap(stage: Stage) -> None:
     assert "a swap is under way" in answer.text
 
 
+@pytest.mark.fault("a fine-tuned target in a folder of its own")
+def test_the_drafter_of_a_fine_tuned_target_learns_once_an_operator_says_so(stage: Stage) -> None:
+    """The old drafter serves the new target: no version was for both, so nothing could be trained, and no command changed that."""
+
+    def notes() -> list[str]:
+        return [one.text for one in findings(stage.client.get("/v1/status").json()) if "another target" in one.text]
+
+    stage.promote(stage.version(1.0))
+    assert not notes()
+    stage.engine.boot_id = "second boot"
+    stage.engine.reconnect()
+    drafter = str(stage.folder / "drafter")
+    own = stage.engine.hello(drafter_path=drafter, target_path="/models/tuned", capture_path="/ring").drafter_version
+    assert own not in ("", stage.first)
+    (text,) = wait_for(notes, "the note")
+    assert f"`honed promote {own}`" in text
+    stage.trainer.introduce()
+    assert stage.client.post("/v1/recalibrations", json={}).status_code == 409
+    stage.promote(own)
+    assert not notes()
+    stage.recalibrate()
+
+
 def test_nothing_is_trained_from_a_version_of_another_target(stage: Stage) -> None:
     """Its candidate could be tried on no engine, and the trial would never end."""
     elsewhere = stage.service.drafters.registry.create(
