@@ -177,12 +177,13 @@ def main() -> int:
         "--only", nargs="+", choices=["tiny", *recalib_pair.KINDS], default=["tiny", *recalib_pair.KINDS], help="these pairs"
     )
     arguments = parser.parse_args()
+    name = "-".join(["recalib", *(arguments.only if len(arguments.only) <= len(recalib_pair.KINDS) else ())])
     result: Document = run(SHORT if arguments.short else Plan()) if "tiny" in arguments.only else {}
     result["pairs"] = {
         kind: recalib_pair.run(kind, is_short=arguments.short) for kind in recalib_pair.KINDS if kind in arguments.only
     }
     result |= {"hardware": hardware(), "commit": commit(), "unix_s": round(time.time())}
-    out = arguments.out or (None if arguments.short else RESULTS / f"recalib-{time.strftime('%Y-%m-%d')}.json")
+    out = arguments.out or (None if arguments.short else RESULTS / f"{name}-{time.strftime('%Y-%m-%d')}.json")
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n")
     failures = [] if arguments.short else missed(result)
