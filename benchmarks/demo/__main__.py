@@ -77,7 +77,9 @@ class Plan:
     concurrency: int = 8
     extra_layers: int = 12
     """Layers without effect added to the target: a target step then costs several draft passes."""
-    train_seconds: float = 100.0
+    train_steps: int = 1600
+    train_seconds: float = 400.0
+    """Longest training; two idle cores need a quarter of it."""
     patience_s: float = 20.0
     """Longest wait for honed to begin by itself, with the server idle."""
     beside_training_s: float = 320.0
@@ -346,7 +348,7 @@ def settings_of(plan: Plan, runtime_dir: Path) -> Document:
         "http": {"metrics_listen": f"127.0.0.1:{free_port()}"},
         "controller": {"capture_share": 1.0},
         "recalibration": {"max_seconds": plan.train_seconds, "min_interval_s": 0.0},
-        "trainer": {"max_steps": 100_000},
+        "trainer": {"max_steps": plan.train_steps},
     }
 
 
