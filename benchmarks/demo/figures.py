@@ -18,7 +18,7 @@ MIN_KEPT_A = 0.97
 SPEEDS = {"a": "reference_a", "b": "reference_traffic_b", "b_tuned": "traffic_b", "b_healed": "traffic_b_after"}
 """Figure -> the phase that it is of. The first two are vLLM alone, which always drafts 7 tokens."""
 FEW_STEPS = 1200
-"""With fewer micro-steps, a quarter of the tiny drafter's own training, no gain is promised."""
+"""With fewer micro-steps no such gain is promised."""
 
 
 def honed_figures(before: Document, after: Document) -> Document:
