@@ -16,7 +16,7 @@ OTHER_NAMES = {
     "encoder.fc.": "fc.",
 }
 _MIMO_NAMES = {"model.mtp_layers.": "mtp_layers.", ".mtp_block.": "."}
-"""In a target's files, and in vLLM's model."""
+"""Parts of the names in a target's files and in vLLM's model, and what they are in ours."""
 IGNORED = (
     "t2d",
     "d2t",

@@ -4,7 +4,8 @@ Facts in, reasons out. The engine asks with the configuration that vLLM has reso
 Both give the same answer: `resolved` fills in what Transformers' classes would.
 
 Source: vLLM 0.32 `models/qwen3_dflash.py` (`_resolve_layer_attention`, `_dflash_layer_causal`), `models/registry.py`,
-`v1/worker/gpu/spec_decode/dflash/speculator.py`; Transformers 5 `configuration_qwen3.py`, `configuration_gpt_oss.py`.
+`models/qwen2.py`, `v1/worker/gpu/spec_decode/dflash/speculator.py`; Transformers 5 `configuration_qwen3.py`,
+`configuration_gpt_oss.py`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding that the trainable drafter computes."""
 _OPTIONAL_WINDOW = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Classes that have a window only if their config says `use_sliding_window`, whatever the types of their layers."""
+_NOT_IN_MIMO = ("qk_norm", "use_sliding_window", "dual_chunk_attention_config")
+"""Options of vLLM's Qwen2 layers that the trainable head lacks."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -129,7 +132,7 @@ def resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
         full["layer_types"] = [SLIDING if i >= first else FULL for i in layers]
     if not rope and kind == "gpt_oss":
         rope = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-    base = 150_000.0 if kind == "gpt_oss" else 10_000.0
+    base = {"gpt_oss": 150_000.0, "mimo": 1_000_000.0, "mimo_mtp": 1_000_000.0}.get(str(kind), 10_000.0)
     rope["rope_theta"] = float(rope.get("rope_theta") or raw.get("rope_theta") or base)
     if rope.get("partial_rotary_factor") is None and raw.get("partial_rotary_factor") is not None:
         rope["partial_rotary_factor"] = raw["partial_rotary_factor"]
@@ -270,9 +273,16 @@ def _mtp_trainer_lacks(raw: Mapping[str, Any]) -> Iterator[str]:
         f"activation {raw.get('hidden_act')}": (raw.get("hidden_act") or "silu") != "silu",
         "scaled RoPE": raw["rope_parameters"]["rope_type"] not in ROPE_TYPES,
         "layer_scale": raw.get("layer_scale"),
-        "norms of queries and keys in MiMo's MTP head": is_mimo(raw) and raw.get("qk_norm"),
+        **{f"{name} in MiMo's MTP head": is_mimo(raw) and raw.get(name) for name in _NOT_IN_MIMO},
+        "a head_dim of its own in MiMo's MTP head": is_mimo(raw) and _has_own_head_dim(raw),
     }
     yield from (name for name, is_asked in checks.items() if is_asked)
+
+
+def _has_own_head_dim(raw: Mapping[str, Any]) -> bool:
+    """Whether a head is of another size than vLLM's Qwen2 takes it to be."""
+    head_dim, width, heads = (int(raw.get(name) or 0) for name in ("head_dim", "hidden_size", "num_attention_heads"))
+    return bool(head_dim and width and heads) and head_dim != width // heads
 
 
 def _window(raw: Mapping[str, Any]) -> int | None:

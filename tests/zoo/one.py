@@ -261,8 +261,9 @@ def run(folder: Path) -> dict[str, Any]:
         result["accepted"] = after["num_accepted_tokens"] - before["num_accepted_tokens"]
         result["fresh_share"] = round(share_from_the_start(running, version, target, expected), 4)
         result["kept_share"] = round(share_after_swap(running, drafter_dir, version, target, expected), 4)
-        least = LEAST_SHARE["float32"] if is_exact else result["fresh_share"] - SHARE_NOISE
-        result["kept"] = result["kept_share"] >= least
+        least = LEAST_SHARE[PAIR.dtype] if is_exact else result["fresh_share"] - SHARE_NOISE
+        is_fresh = result["fresh_share"] >= LEAST_SHARE[PAIR.dtype] - (0.0 if is_exact else SHARE_NOISE)
+        result["kept"] = is_fresh and result["kept_share"] >= least
         is_back = serves("stock", drafter_dir) and running.checksum() == stock
         result["trained"] = gain > 1.0 and is_served and is_back and running.honed.errors.count == 0
     return result

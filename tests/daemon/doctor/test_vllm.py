@@ -207,7 +207,11 @@ def test_a_pair_that_cannot_be_trained_is_named_before_the_engine_starts(
 
 @pytest.mark.parametrize(
     ("model_type", "says"),
-    [("qwen3_5_text", []), ("glm4_moe", ["only those of Qwen3.5's and Qwen3-Next's kind can be trained, not 'glm4_moe'"])],
+    [
+        ("qwen3_5_text", []),
+        ("mimo", []),
+        ("glm4_moe", ["only those of Qwen3.5's, Qwen3-Next's and MiMo-7B's kind can be trained, not 'glm4_moe'"]),
+    ],
 )
 def test_an_mtp_head_is_judged_by_its_target(tmp_path: Path, model_type: str, says: list[str]) -> None:
     raw = json.loads((TINY / "target" / "config.json").read_text()) | {"model_type": model_type}

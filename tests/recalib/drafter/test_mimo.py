@@ -173,6 +173,15 @@ def test_its_rows_are_normed_to_tell_the_target_s_distribution() -> None:
     torch.testing.assert_close(found, rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 1e-5) * norm)
 
 
-def test_norms_of_queries_and_keys_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="norms of queries and keys in MiMo's MTP head"):
-        DrafterConfig.from_json(RAW | {"qk_norm": True})
+@pytest.mark.parametrize(
+    "changes",
+    [{"qk_norm": True}, {"use_sliding_window": True}, {"dual_chunk_attention_config": {"chunk_size": 8}}, {"head_dim": 8}],
+)
+def test_what_it_lacks_is_refused_by_name(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(changes))}.* in MiMo's MTP head is not supported"):
+        DrafterConfig.from_json(RAW | changes)
+
+
+def test_its_rotation_has_qwen2_s_base_where_the_config_is_silent() -> None:
+    assert CONFIG.rope_theta == 640_000.0
+    assert DrafterConfig.from_json({name: value for name, value in RAW.items() if name != "rope_theta"}).rope_theta == 1e6

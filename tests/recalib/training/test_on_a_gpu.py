@@ -14,6 +14,7 @@ from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.drafter.drafter import Drafter, Vocabulary
 from honed.recalib.drafter.eagle3 import Eagle3Drafter
+from honed.recalib.drafter.mimo import MimoDrafter
 from honed.recalib.drafter.mtp import MtpDrafter
 from honed.recalib.gate.evaluate import expected_acceptance_length
 from honed.recalib.samples.sample import TrainingSample
@@ -81,6 +82,7 @@ KINDS: dict[str, tuple[type[Drafter], dict[str, Any]]] = {
     ),
 }
 KINDS["mtp, experts"] = (MtpDrafter, KINDS["mtp"][1] | EXPERTS)
+KINDS["mtp, mimo"] = (MimoDrafter, SHAPE | {"model_type": "mimo", "num_hidden_layers": 3, "head_dim": None})
 SETTINGS = TrainingSettings(
     precision="float32", learning_rate=3e-3, warmup_updates=1, micro_steps_per_update=2, anchors_per_micro_step=24
 )
