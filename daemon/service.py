@@ -230,6 +230,7 @@ class Service:
             lock=self.lock,
             in_background=self.in_background,
             identify=lambda hello, peer: self.drafters.identify(hello, self.router.user_of(peer)),
+            learn_target=self.drafters.learn_target,
             on_hello=self.warm_start.prepare,
             on_welcome=self._on_welcome,
             keep=self.engines.keep,
@@ -372,8 +373,11 @@ class Service:
         """Mark the moment; delete samples of the old weights if the settings say so."""
         self.journal.mark("target", "vLLM was given other weights of the target", engine.engine_id)
         log.info("the target's weights were updated", engine_id=engine.engine_id)
+        boot = engine.boot
         if self.settings.recalibration.on_target_update == "purge":
-            self.purges.purge_after_update(engine.engine_id)
+            self.purges.purge_after_update(engine.engine_id, lambda: self.engines.keep(boot))
+        else:
+            self.engines.keep(boot)
 
     def _on_welcome(self, engine: Engine) -> None:
         now_s = self.monotonic()

@@ -132,7 +132,6 @@ class Ingest:
             engine.status, engine.live_version = message, message.drafter_version
             if message.target_updates > engine.boot.target_updates:  # some may have come while no daemon heard of it
                 engine.boot.target_updates = message.target_updates
-                self._engines.keep(engine.boot)
                 self._on_target_update(engine)
 
     def _take_hello(self, peer: bytes, hello: wire.EngineHello) -> None:

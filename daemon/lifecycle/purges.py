@@ -49,6 +49,8 @@ class Purges:
         self._operation: Operation | None = None
         self._is_erasing = False
         self._is_due_again = False
+        self._on_success: list[Callable[[], object]] = []
+        self._on_next_success: list[Callable[[], object]] = []
 
     def purge(self, *, reason: str, actor: str, key: str | None = None) -> Operation:
         """Delete every sample. Raises ConflictError while an earlier purge is running."""
@@ -63,12 +65,18 @@ class Purges:
             self._erase()
         return operation
 
-    def purge_after_update(self, engine_id: str) -> None:
-        """Delete samples of the target's old weights; if a purge is running, purge again afterwards."""
+    def purge_after_update(self, engine_id: str, on_success: Callable[[], object]) -> None:
+        """Delete samples of the target's old weights; if a purge is running, purge again afterwards.
+
+        Args:
+            on_success: called once nothing of them is left. After a failure or a restart the update has to be told again.
+        """
         if self._operation is None:
+            self._on_success = [on_success]
             self.purge(reason=f"the target of engine {engine_id} was updated", actor="honed")
         else:
             self._is_due_again = True
+            self._on_next_success.append(on_success)
 
     def on_trainer(self, message: wire.TrainerHello | wire.Purged) -> None:
         """Handle the trainer's report, or its restart, after which it may have missed the request."""
@@ -107,6 +115,9 @@ class Purges:
         assert self._operation is not None
         operation, self._operation = self._operation, None
         self._operations.finish(operation, "failed" if problems else "succeeded", error="; ".join(problems))
+        for call in self._on_success if not problems else ():
+            call()
+        self._on_success, self._on_next_success = self._on_next_success, []
         if self._is_due_again:
             self._is_due_again = False
             self.purge(reason="a target was updated meanwhile", actor="honed")

@@ -196,6 +196,11 @@ def update_target(service: Service, *totals: int) -> None:
     engine.close()
 
 
+def states(service: Service) -> list[str]:
+    with service.lock:
+        return [operation.state for operation in service.operations.listing()]
+
+
 def test_samples_of_a_target_that_was_updated_go_where_that_is_wanted(purging: Service) -> None:
     written = write_samples(purging.settings.paths)
     update_target(purging, 0)
@@ -216,14 +221,32 @@ def test_samples_of_a_target_that_was_updated_go_where_that_is_wanted(purging: S
 @pytest.mark.fault("an update of the target while no daemon runs")
 def test_an_update_that_no_daemon_heard_of_counts_once(purging: Service) -> None:
     update_target(purging, 0, 1)
-    wait_for(lambda: len(purging.operations.listing()) == 1, "the first purge")
+    wait_for(lambda: states(purging) == ["succeeded"], "the first purge")
     purging.stop()
     for total, num_purges in ((1, 1), (2, 2), (2, 2)):
         again = Service(purging.settings, daemon_id="again")
         again.start()
         update_target(again, total)
+        wait_for(lambda: states(again) == ["succeeded"] * num_purges, "the purges")  # noqa: B023
         again.stop()
-        assert len(again.operations.listing()) == num_purges
+
+
+@pytest.mark.fault("an update of the target while no daemon runs")
+def test_an_update_whose_purge_was_cut_off_counts_again(purging: Service) -> None:
+    """Samples of the old weights would be trained on otherwise."""
+    trainer = FakeTrainer(purging.settings.paths.engine_socket)
+    trainer.introduce()
+    update_target(purging, 0, 1)
+    trainer.expect(wire.Purge)  # and doesn't answer
+    trainer.close()
+    with purging.lock:
+        purging.purges._in_background = lambda job: None
+    purging.stop()
+    again = Service(purging.settings, daemon_id="again")
+    again.start()
+    update_target(again, 1)
+    wait_for(lambda: sorted(states(again)) == ["failed", "succeeded"], "the purge")
+    again.stop()
 
 
 def test_an_update_while_a_purge_is_under_way_is_followed_by_another_one(purging: Service) -> None:
