@@ -13,7 +13,7 @@ engine that was away for a day are dropped.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -76,6 +76,8 @@ class _Kept:
     answered: list[Standing]
     operation_id: str
     """Recalibration that answers the latter."""
+    away_since_unix_s: dict[str, float] = field(default_factory=dict)
+    """Engines with alarms that weren't connected."""
 
 
 class DriftAlarms:
@@ -112,6 +114,7 @@ class DriftAlarms:
             standing, answered = standing + answered, []
         else:
             self._answer = operation, answered
+        self._away_since_s = {engine_id: min(unix_s - ahead_s, now_s) for engine_id, unix_s in kept.away_since_unix_s.items()}
         self._standing = {(one.engine_id, one.alarm.workload): one for one in standing}
         self._held = {(one.engine_id, one.alarm.workload): one for one in held}
 
@@ -178,13 +181,17 @@ class DriftAlarms:
     def drop_retired(self, connected: Collection[str], now_s: float) -> None:
         """Drop the alarms of engines that were away for `RETIRED_S`; `connected` has the ids of those that are there."""
         away = {key[0] for key in (*self._standing, *self._held)} - set(connected)
-        self._away_since_s = {engine_id: self._away_since_s.get(engine_id, now_s) for engine_id in away}
+        if away != self._away_since_s.keys():
+            self._away_since_s = {engine_id: self._away_since_s.get(engine_id, now_s) for engine_id in away}
+            self._keep()
         retired = {engine_id for engine_id, since_s in self._away_since_s.items() if now_s - since_s > RETIRED_S}
         if not retired:
             return
         for alarms in (self._standing, self._held):
             for key in [key for key in alarms if key[0] in retired]:
                 del alarms[key]
+        for engine_id in retired:
+            del self._away_since_s[engine_id]
         log.info("alarms of engines that are gone are dropped", engine_ids=sorted(retired))
         self._keep()
 
@@ -196,7 +203,8 @@ class DriftAlarms:
             for ones in (self._standing.values(), self._held.values(), answered)
         )
         operation_id = operation.operation_id if operation is not None else ""
-        self._save(msgspec.json.encode(_Kept(standing, held, answered, operation_id)).decode())
+        away = {engine_id: since_s + ahead_s for engine_id, since_s in self._away_since_s.items()}
+        self._save(msgspec.json.encode(_Kept(standing, held, answered, operation_id, away)).decode())
 
     def _pause_after(self, num_failed: int) -> float:
         return self._pause_s * 2.0 ** max(num_failed - 1, 0)

@@ -232,8 +232,8 @@ class Lifecycle:
             self._canaries.begin(operation, "watch", old, swap.version)
 
     def on_trial_end(self, trial: Trial, decision: str, text: str) -> None:
-        """Act on a trial's end. `decision`: better, worse, unproven; without one: withdrawn, stopped (both by an operator) or
-        failed.
+        """Act on a trial's end. `decision`: better, worse, unproven; without one: withdrawn, stopped (both by an operator), or
+        failed (a swap was refused, or its engines are gone).
         """
         operation = self._operations.find(trial.operation_id)
         self._journal.audit("honed", f"{trial.kind}.{decision}", trial.canary.new, text)
