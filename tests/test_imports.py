@@ -60,6 +60,7 @@ DAEMON_MAY_TAKE_FROM_RECALIB = {
     "honed.recalib.registry.access",
     "honed.recalib.registry.durable",
     "honed.recalib.registry.manifest",
+    "honed.recalib.registry.target_digest",
     "honed.recalib.registry.weights_digest",
     "honed.recalib.gate.gate",
     "honed.recalib.config.compiler",

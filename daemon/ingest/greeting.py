@@ -28,6 +28,7 @@ class Greeting:
 
     Args:
         identify: returns the registry's version of the checkpoint of a peer's hello, "" without one; may read all of it.
+        learn_target: reads what tells a target from others.
         on_hello: called before the version is known.
         on_welcome: called after the welcome.
         keep: stores a boot's own version.
@@ -44,6 +45,7 @@ class Greeting:
         lock: threading.RLock,
         in_background: Callable[[Callable[[], None]], object],
         identify: Callable[[wire.EngineHello, bytes], str],
+        learn_target: Callable[[str], None],
         on_hello: Callable[[Engine, wire.EngineHello], None],
         on_welcome: Callable[[Engine], None],
         keep: Callable[[Boot], None],
@@ -51,7 +53,8 @@ class Greeting:
         self._store, self._send = store, send
         self._daemon_id, self._log_token_ids, self._clock = daemon_id, log_token_ids, clock
         self._lock, self._in_background = lock, in_background
-        self._identify, self._on_hello, self._on_welcome, self._keep = identify, on_hello, on_welcome, keep
+        self._identify, self._learn_target = identify, learn_target
+        self._on_hello, self._on_welcome, self._keep = on_hello, on_welcome, keep
         self._identifying: set[str] = set()
         """Engines whose version is being looked for. They say hello every second meanwhile."""
 
@@ -66,6 +69,7 @@ class Greeting:
         self._on_hello(engine, hello)
         if engine.live_version:
             self._welcome(engine)
+            self._in_background(lambda: self._learn_target(hello.target_path))
         elif engine.engine_id not in self._identifying:
             self._identifying.add(engine.engine_id)
             self._in_background(lambda: self._identify_and_welcome(engine))
@@ -86,7 +90,7 @@ class Greeting:
             log.exception("the engine's drafter can't be registered", error=str(error))
         with self._lock:
             engine.note = engine.note or note
-            if version != engine.boot.own_version:
+            if version and version != engine.boot.own_version:
                 engine.boot.own_version = version
                 self._keep(engine.boot)
             if engine.live_version == "":

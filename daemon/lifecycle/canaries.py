@@ -5,8 +5,8 @@
 
 The two take turns in short windows in every engine that can run both. `adapt.monitor.canary` decides the turns and the verdict.
 Both versions are staged there, so a turn costs milliseconds. Engines return to `active` by themselves after LEASE_S without a
-message. After each pair of windows the evidence is stored, and a restarted daemon continues from it. Weights found worse are
-remembered by their SHA-256.
+message. After each pair of windows the evidence is stored, and a restarted daemon continues from it. Weights found worse for a
+target are remembered.
 
 The lifecycle applies a verdict to aliases and operations.
 """
@@ -41,7 +41,7 @@ log = structlog.get_logger("honed.canaries")
 
 LEASE_S = 90.0
 ABANDONED_S = 86_400.0
-"""A trial ends when no engine of its versions' kind was connected for so long: it keeps others from being trained."""
+"""A trial ends when no engine that can run both versions was connected for so long: it keeps others from being trained."""
 PAUSE_S = 2.0
 """Longer silence doesn't count as trial time, so a trial outlasts a night without traffic."""
 
@@ -96,7 +96,7 @@ class Canaries:
             operation.operation_id,
             kind,
             Canary(settings, old, new, max(most, 1), old_begins=self._toss_coin(), hears_others=self._hears_others),
-            self._drafters.manifest(new).sha256,
+            self._drafters.manifest(new).trial_key,
             self._clock(),
             now_s,
         )
@@ -116,7 +116,7 @@ class Canaries:
 
     def why_failed(self, version: str) -> str:
         """Reason why the version's weights aren't tried again; "" if they may be. Raises UnknownError."""
-        return self._failed.get(self._drafters.manifest(version).sha256, "")
+        return self._failed.get(self._drafters.manifest(version).trial_key, "")
 
     def tell_of_trial(self, controller: EngineController) -> None:
         """Tell a new controller which versions take turns, if any."""
@@ -175,10 +175,11 @@ class Canaries:
             row["operation_id"],
             row["kind"],
             canary,
-            row["new_sha256"],
+            row["new_key"],
             row["began_unix_s"],
             self._monotonic(),
             float(state["active_s"]),
+            fitting_s=self._monotonic() - max(self._clock() - float(state["fitting_unix_s"]), 0.0),
         )
         log.info("trial resumed", old=canary.old, new=canary.new, pairs=canary.pairs)
         return {row["operation_id"]}
@@ -209,7 +210,7 @@ class Canaries:
             verdict = trial.canary.give_up(f"shows no proven difference in {trial.active_s:.0f} s of traffic")
             self._end(trial, verdict.decision, verdict.text)
         elif self._is_abandoned(trial, now_s):
-            self._end(trial, "stopped", f"no engine that can run both was connected for {ABANDONED_S / 3600:.0f} hours")
+            self._end(trial, "failed", f"no engine that can run both was connected for {ABANDONED_S / 3600:.0f} hours")
         elif not trial.is_swapping:
             self._end_window_if_over(trial, now_s)
             if self._rollout.trial is trial and not trial.is_swapping:
@@ -257,9 +258,11 @@ class Canaries:
 
     def _is_abandoned(self, trial: Trial, now_s: float) -> bool:
         """Whether the engines that could run both versions are gone for good; one that sleeps is there."""
-        is_for, canary = self._drafters.is_for, trial.canary
-        there = [engine.hello for engine in self._engines.connected(now_s)]
-        if trial.fitting_s is None or any(is_for(canary.old, hello) and is_for(canary.new, hello) for hello in there):
+        fits, canary = self._swaps.fits, trial.canary
+        there = self._engines.connected(now_s)
+        if trial.fitting_s is None or any(
+            fits(engine, canary.old, awake=False) and fits(engine, canary.new, awake=False) for engine in there
+        ):
             trial.fitting_s = now_s
         return now_s - trial.fitting_s > ABANDONED_S
 
@@ -281,7 +284,7 @@ class Canaries:
         self._journal.mark("canary", f"{trial.canary.new}: {decision}: {text}")
         # Aliases first, here and in `load`: engines follow them.
         if why := canary_tables.why_failed(decision, text):
-            self._failed[trial.new_sha256] = why
+            self._failed[trial.new_key] = why
         try:
             self._on_end(trial, decision, text)
         finally:
@@ -289,7 +292,7 @@ class Canaries:
 
     def _write_end(self, row: dict[str, Any], decision: str, text: str) -> None:
         if why := canary_tables.why_failed(decision, text):
-            self._failed[row["new_sha256"]] = why
+            self._failed[row["new_key"]] = why
         ended = {"decision": decision, "text": text, "ended_unix_s": self._clock()}
         state = row["state"] if isinstance(row["state"], str) else json.dumps(row["state"])
         self._submit(lambda db: canary_tables.save(db, row | ended | {"state": state}))
@@ -310,12 +313,14 @@ class Canaries:
     def _row(self, trial: Trial) -> dict[str, Any]:
         settings = trial.canary.settings
         state = {"canary": trial.canary.state(), "active_s": trial.active_s, "max_rounds": settings.max_rounds}
+        away_s = self._monotonic() - trial.fitting_s if trial.fitting_s is not None else 0.0
+        state["fitting_unix_s"] = self._clock() - away_s
         return {
             "operation_id": trial.operation_id,
             "kind": trial.kind,
             "old": trial.canary.old,
             "new": trial.canary.new,
-            "new_sha256": trial.new_sha256,
+            "new_key": trial.new_key,
             "began_unix_s": trial.began_unix_s,
             "ended_unix_s": None,
             "decision": "",

@@ -15,8 +15,9 @@ from honed.adapt.models.drafter_tensor_names import METHODS
 from honed.adapt.protocol.wire import EngineHello
 from honed.daemon.errors import ConflictError, PreconditionError, StoreError, UnknownError, there_are
 from honed.recalib.registry.access import User
-from honed.recalib.registry.manifest import CONFIG, INDEX, WEIGHTS, is_for_target
+from honed.recalib.registry.manifest import is_for_target
 from honed.recalib.registry.registry import ALIASES, Manifest, Registry, RegistryConflictError, RegistryError
+from honed.recalib.registry.target_digest import digest_of_target, stamp_of_target
 
 log = structlog.get_logger("honed.drafters")
 
@@ -39,6 +40,8 @@ class Drafters:
         """Versions with intact files -> time of reading, and state of the files then."""
         self._identified: dict[tuple[Path, str], tuple[str, object]] = {}
         """Folders and targets that engines named -> version, and state of the folder's files when they were read."""
+        self._targets: dict[str, tuple[object, str]] = {}
+        """Targets that engines named -> state of their files when they were read, and their digest."""
         self._damaged: dict[str, tuple[object, str]] = {}
         """Versions with damaged files -> state of the files when that was found, and the damage."""
 
@@ -54,10 +57,11 @@ class Drafters:
         Raises:
             RegistryError: it can't be read here, isn't a drafter's or can't be registered.
         """
+        self.learn_target(hello.target_path)
         if not hello.drafter_path or hello.method not in METHODS:
             return ""
         folder = Path(hello.drafter_path)
-        stamp = self._stamp_of(folder)
+        stamp = stamp_of_target(str(folder))  # an MTP head's folder is a target; a drafter's has the same files
         place = folder, hello.target_path
         known, stamp_then = self._identified.get(place, ("", None))
         if stamp is not None and stamp == stamp_then and not self.fault(known):
@@ -71,14 +75,19 @@ class Drafters:
             self.registry.set_aliases({"floor": manifest.version, "active": manifest.version})
         return manifest.version
 
-    @staticmethod
-    def _stamp_of(folder: Path) -> object:
-        try:
-            weights = WEIGHTS if (folder / WEIGHTS).exists() else INDEX  # a target with an MTP head has several files
-            found = [(folder / name).stat() for name in (weights, CONFIG)]
-        except OSError:
-            return None
-        return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found]
+    def learn_target(self, target_path: str) -> None:
+        """Read a target's digest for `is_for`, unless its files are those of last time. Don't call it with the lock held."""
+        stamp = stamp_of_target(target_path)
+        known = self._targets.get(target_path)
+        if stamp is not None and (known is None or known[0] != stamp):
+            digest = digest_of_target(target_path)
+            if len(self._targets) >= MOST_IDENTIFIED:
+                self._targets.clear()
+            self._targets[target_path] = stamp, digest
+
+    def digest_of(self, target_path: str) -> str:
+        """A target's digest as it was learned; "": unknown."""
+        return self._targets.get(target_path, (None, ""))[1]
 
     @property
     def active(self) -> str:
@@ -120,17 +129,22 @@ class Drafters:
         return manifest
 
     def is_for(self, version: str, hello: EngineHello | None) -> bool:
-        """True if a version is a drafter of an engine's method, for its target."""
+        """True if a version is a drafter of an engine's method, for its target as far as that is known; reads no target."""
         try:
-            manifest = self.manifest(version)
-        except UnknownError:
+            manifest = self.registry.get(version)
+        except RegistryError:
             return False
-        return hello is not None and manifest.method == hello.method and is_for_target(manifest, hello.target_path)
+        if hello is None or manifest.method != hello.method:
+            return False
+        return is_for_target(manifest, hello.target_path, self.digest_of(hello.target_path))
 
-    def passed_over(self, own: str, live: str, hello: EngineHello | None) -> str:
-        """Tell of an engine's checkpoint that it came with, and that isn't active, what an operator should know of it.
+    def hint(self, own: str, live: str, hello: EngineHello | None) -> str:
+        """What an operator should know if the checkpoint that an engine came with isn't the active version; else "".
 
-        Either it came after the active version, which is live in its place, or the active version is for other engines.
+        The active version may be for another target, or be live although the engine's own checkpoint is newer.
+
+        Args:
+            own, live: versions of that checkpoint, and of what the engine runs.
         """
         active = self.active
         if not own or own == active:

@@ -33,7 +33,7 @@ from honed.daemon.store import canary_tables
 from honed.daemon.store.journal import Journal
 from honed.daemon.store.operations import Operations
 from honed.daemon.store.store import Store
-from honed.recalib.registry.manifest import Manifest, RegistryError, sha256_of_target
+from honed.recalib.registry.manifest import Manifest, RegistryError
 from honed.recalib.registry.shared import SharedRegistry
 
 log = structlog.get_logger("honed.sharing")
@@ -147,14 +147,14 @@ class Sharing:
         try:
             with self._lock:
                 active = self._manifest_of_active()
-                targets = {engine.hello.target_path for engine in self._eligible.connected() if engine.hello is not None}
+                paths = [engine.hello.target_path for engine in self._eligible.connected() if engine.hello is not None]
+                targets = {digest: path for path in sorted(paths) if (digest := self._drafters.digest_of(path))}
             if active is not None and self._settings.publish and _is_made_here(active) and active.sha256 not in self._seen:
                 self._note("pushed", active, shared.push(active.version))
-            paths = {sha256: path for path in sorted(targets) if (sha256 := sha256_of_target(path))}
-            newest = {manifest.target_sha256: manifest for manifest in shared.missing(paths)}
+            newest = {manifest.target_sha256: manifest for manifest in shared.missing(targets)}
             for manifest in newest.values():
                 if _is_news(manifest, active) and manifest.sha256 not in self._seen:
-                    made = shared.fetch(manifest, paths[manifest.target_sha256])
+                    made = shared.fetch(manifest, targets[manifest.target_sha256])
                     self._note("fetched", made, True)
                     with self._lock:
                         self._untried = made.version
@@ -177,14 +177,14 @@ class Sharing:
             is_over = trial is not self._rollout.trial
             canary = trial.canary
             try:
-                old = self._drafters.manifest(canary.old).sha256
+                old, new = (self._drafters.manifest(version).sha256 for version in (canary.old, canary.new))
             except HonedError:  # removed since
                 self._told, self._telling = trial, None
                 return
             pairs, evidence = canary.pairs, canary.report()
         name = hashlib.sha256(f"{socket.gethostname()} {trial.operation_id} {trial.kind}".encode()).hexdigest()[:32]
-        shared.tell(old, trial.new_sha256, name, pairs, evidence)
-        others, num_others = shared.heard(old, trial.new_sha256, name)
+        shared.tell(old, new, name, pairs, evidence)
+        others, num_others = shared.heard(old, new, name)
         with self._lock:
             if is_over:
                 self._told, self._telling = trial, None
@@ -218,7 +218,7 @@ class Sharing:
             log.warning("fetched versions can't be checked", error=str(error))
             return ""
         fetched = [one for one in self._drafters.registry.versions() if one.state == "ready" and one.origin]
-        if not fetched or fetched[-1].sha256 in tried or not _is_news(fetched[-1], active):
+        if not fetched or fetched[-1].trial_key in tried or not _is_news(fetched[-1], active):
             return ""
         return fetched[-1].version if active is None or fetched[-1].version != active.version else ""
 

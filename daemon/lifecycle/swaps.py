@@ -201,12 +201,14 @@ class Swaps:
                 except HonedError as error:
                     log.error("the active version can't be used", version=active, error=str(error))
 
-    def fits(self, engine: Engine, version: str, *, takes_over: bool = False) -> bool:
+    def fits(self, engine: Engine, version: str, *, takes_over: bool = False, awake: bool = True) -> bool:
         """True if an engine can take a version now: it can swap, is awake, and serves the version's target with its method.
 
-        `takes_over`: also if its drafter's weights aren't from honed.
+        Args:
+            takes_over: also if its drafter's weights aren't from honed.
+            awake: without it, also if it sleeps.
         """
-        if not engine.can_swap or engine.is_asleep or engine.hello is None:
+        if not engine.can_swap or (engine.is_asleep and awake):
             return False
         if engine.has_foreign_drafter and not takes_over:
             return False

@@ -17,7 +17,8 @@ class Trial:
     operation_id: str
     kind: Kind
     canary: Canary
-    new_sha256: str
+    new_key: str
+    """`Manifest.trial_key` of the new one."""
     began_unix_s: float
     window_began_s: float
     active_s: float = 0.0
@@ -26,7 +27,7 @@ class Trial:
     sent_s: float = float("-inf")
     is_swapping: bool = False
     fitting_s: float | None = None
-    """Latest time at which an engine of both versions' kind was there."""
+    """Latest time at which an engine that can run both versions was there, be it asleep; None: not looked for yet."""
 
     @property
     def home(self) -> str:

@@ -38,16 +38,16 @@ def unfinished(store: Store) -> list[dict[str, Any]]:
 
 
 def failed(store: Store) -> dict[str, str]:
-    """SHA-256 of weights found worse or withdrawn -> reason. Raises StoreError."""
+    """`Manifest.trial_key` of versions found worse or withdrawn -> reason. Raises StoreError."""
     rows = store.read(
-        "SELECT new_sha256, decision, text FROM canaries WHERE decision IN ('worse', 'withdrawn') ORDER BY began_unix_s"
+        "SELECT new_key, decision, text FROM canaries WHERE decision IN ('worse', 'withdrawn') ORDER BY began_unix_s"
     )
-    return {row["new_sha256"]: why_failed(row["decision"], row["text"]) for row in rows}
+    return {row["new_key"]: why_failed(row["decision"], row["text"]) for row in rows}
 
 
 def tried(store: Store) -> set[str]:
-    """SHA-256 of all weights that had a trial. Raises StoreError."""
-    return {row["new_sha256"] for row in store.read("SELECT DISTINCT new_sha256 FROM canaries")}
+    """`Manifest.trial_key` of all versions that had a trial. Raises StoreError."""
+    return {row["new_key"] for row in store.read("SELECT DISTINCT new_key FROM canaries")}
 
 
 def why_failed(decision: str, text: str) -> str:

@@ -104,7 +104,7 @@ CREATE TABLE canaries (                      -- trials of a drafter version agai
   operation_id TEXT PRIMARY KEY,
   kind TEXT NOT NULL,                        -- canary: the new version was not active yet; watch: it was
   old TEXT NOT NULL, new TEXT NOT NULL,
-  new_sha256 TEXT NOT NULL,                  -- of its weights: those that failed are not offered again
+  new_key TEXT NOT NULL,                     -- Manifest.trial_key: what failed is not offered again
   began_unix_s REAL NOT NULL, ended_unix_s REAL,
   decision TEXT NOT NULL,                    -- empty while it goes on; better, worse, unproven, withdrawn, stopped or failed
   text TEXT NOT NULL,

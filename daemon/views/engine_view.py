@@ -87,10 +87,8 @@ def age_s(at_s: float, now_s: float) -> float:
     return now_s - at_s if at_s > -math.inf else -1.0
 
 
-def engine_view(
-    engine: Engine, now_s: float, is_connected: bool, recent: Counts, tokens_per_s: float, passed_over: str
-) -> EngineView:
-    """One engine; `recent` are its rounds of the last minute, `passed_over` a remark on the checkpoint it came with."""
+def engine_view(engine: Engine, now_s: float, is_connected: bool, recent: Counts, tokens_per_s: float, hint: str) -> EngineView:
+    """One engine; `recent` are its rounds of the last minute, `hint` a remark on the checkpoint it came with."""
     hello, status, policy, boot = engine.hello, engine.status, engine.policy, engine.boot
     stored = boot.stored
     return EngineView(
@@ -98,7 +96,7 @@ def engine_view(
         boot_id=boot.boot_id,
         connected=is_connected,
         asleep=engine.is_asleep,
-        note="; ".join(filter(None, (engine.note, passed_over))),
+        note="; ".join(filter(None, (engine.note, hint))),
         model_name=hello.model_name if hello else "",
         target_path=hello.target_path if hello else "",
         vllm_version=hello.vllm_version if hello else "",

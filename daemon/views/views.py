@@ -98,8 +98,8 @@ def engines(service: Service, recent: dict[str, tuple[Counts, float]] | None = N
         for engine in service.engines.by_id.values():
             counts, tokens_per_s = found.get(engine.engine_id, (Counts(), 0.0))
             is_connected = service.engines.is_connected(engine, now_s)
-            passed_over = service.drafters.passed_over(engine.boot.own_version, engine.live_version, engine.hello)
-            documents.append(asdict(engine_view(engine, now_s, is_connected, counts, tokens_per_s, passed_over)))
+            hint = service.drafters.hint(engine.boot.own_version, engine.live_version, engine.hello)
+            documents.append(asdict(engine_view(engine, now_s, is_connected, counts, tokens_per_s, hint)))
         return documents
 
 

@@ -15,11 +15,10 @@ from pathlib import Path
 
 from honed.adapt.models.drafter_tensor_names import IGNORED, MTP_PREFIXES
 from honed.recalib.registry.access import User, check_readable
-from honed.recalib.registry.durable import open_regular, read_document
-from honed.recalib.registry.manifest import CONFIG, INDEX, WEIGHTS
+from honed.recalib.registry.durable import open_regular
+from honed.recalib.registry.manifest import CONFIG, WEIGHTS
+from honed.recalib.registry.target_digest import files_of
 from honed.recalib.registry.tensor_file import TensorEntry, read_tensor_entries
-
-_MAX_INDEX_BYTES = 64 << 20
 
 
 def extract_head(target: Path, folder: Path, user: User | None = None) -> None:
@@ -33,7 +32,7 @@ def extract_head(target: Path, folder: Path, user: User | None = None) -> None:
         OSError: a file can't be read or written.
     """
     found: list[tuple[Path, TensorEntry]] = []
-    for path in _files_of(target):
+    for path in files_of(target, lambda name: name.startswith(MTP_PREFIXES)):
         found += [(path, entry) for entry in read_tensor_entries(path) if _is_swapped(entry.name)]
     if not found:
         raise ValueError(
@@ -69,14 +68,3 @@ def extract_head(target: Path, folder: Path, user: User | None = None) -> None:
 
 def _is_swapped(name: str) -> bool:
     return name.startswith(MTP_PREFIXES) and not any(part in name for part in IGNORED)
-
-
-def _files_of(target: Path) -> list[Path]:
-    """The files that hold the head, by the index if there is one."""
-    if not (target / INDEX).exists():
-        return [target / WEIGHTS]
-    try:
-        names: dict[str, str] = json.loads(read_document(target / INDEX, _MAX_INDEX_BYTES))["weight_map"]
-        return sorted({target / Path(file).name for name, file in names.items() if name.startswith(MTP_PREFIXES)})
-    except (KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{target / INDEX} is broken ({error!r})") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     scope: str = ""
     target_path: str = ""
     target_sha256: str = ""
-    """SHA-256 of the target's config.json; "" if the target isn't a local folder."""
+    """Digest of the target (`digest_of_target`); "" if it isn't a local folder."""
     context_sha256: str = ""
     """Digest of what makes fused features: drafters can use each other's only if it is equal."""
     kv_sha256: str = ""
@@ -73,6 +72,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     state: str = "ready"
     """"ready", or in listings "corrupt"."""
     error: str = ""
+
+    @property
+    def trial_key(self) -> str:
+        """Digest of its weights and its target: what a trial's verdict is of."""
+        return hashlib.sha256(f"{self.sha256} {self.target_sha256 or self.target_path}".encode()).hexdigest()
 
 
 def describe_checkpoint(folder: Path, version: str, created_unix_s: float = 0.0, **about: Any) -> Manifest:
@@ -95,7 +99,6 @@ def describe_checkpoint(folder: Path, version: str, created_unix_s: float = 0.0,
             bytes=weights.stat().st_size,
             config_sha256=sha256_file(config),
             method=method,
-            target_sha256=sha256_of_target(str(about.get("target_path", ""))),
             context_sha256=sha256_tensors(weights, entries, lambda name: makes_features(name, method)),
             kv_sha256=sha256_tensors(weights, entries, lambda name: makes_context(name, method)),
             num_tensors=len(entries),
@@ -165,27 +168,12 @@ def verify_files(folder: Path) -> Manifest:
     return manifest
 
 
-def is_for_target(manifest: Manifest, target_path: str) -> bool:
-    """Whether a version was made for the target at this path, under the name that it has now or had then.
+def is_for_target(manifest: Manifest, target_path: str, target_digest: str) -> bool:
+    """Whether a version was made for the target at this path, or for a copy of it.
 
-    A folder was moved if nothing is at the old path any more, and the same config.json is here. Snapshots in the cache of the
-    Hugging Face hub are folders of links: it is the same target if both link to the same weights.
+    Args:
+        target_digest: as `digest_of_target` gives it; "": unknown.
     """
     if "" in (manifest.target_path, target_path) or manifest.target_path == target_path:
         return True
-    here, there = _weights_of(target_path), _weights_of(manifest.target_path)
-    if here and there:
-        return here == there
-    return bool(here and manifest.target_sha256) and manifest.target_sha256 == sha256_of_target(target_path)
-
-
-def _weights_of(target_path: str) -> str:
-    """Where a local target's weights really are, or their index; "" without any."""
-    found = (os.path.realpath(os.path.join(target_path, name)) for name in (INDEX, WEIGHTS))
-    return next((path for path in found if os.path.exists(path)), "")
-
-
-def sha256_of_target(target_path: str) -> str:
-    """Return the SHA-256 of a target's config.json; "" if it isn't a local folder with one."""
-    config = Path(target_path) / CONFIG
-    return hashlib.sha256(read_document(config)).hexdigest() if target_path and config.is_file() else ""
+    return bool(target_digest) and manifest.target_sha256 == target_digest

@@ -51,6 +51,7 @@ from honed.recalib.registry.manifest import (
     read_manifest,
     verify_files,
 )
+from honed.recalib.registry.target_digest import digest_of_target
 
 __all__ = ["ALIASES", "Manifest", "Registry", "RegistryConflictError", "RegistryError"]
 
@@ -109,7 +110,7 @@ class Registry:
             RegistryError: the result isn't a checkpoint, or the disk fails; nothing is left behind then.
         """
         about = {"parent": parent, "scope": scope, "target_path": target_path, "vllm_version": vllm_version}
-        about |= {"note": note, "origin": origin}
+        about |= {"note": note, "origin": origin, "target_sha256": digest_of_target(target_path)}
         window = dict(data_window or {})
         with self._temporary_folder() as folder:
             write(folder)
@@ -145,10 +146,8 @@ class Registry:
                     f"{error.filename or path} can't be read ({error.strerror}); a drafter checkpoint is one folder with "
                     f"{WEIGHTS} (not in shards) and {CONFIG}"
                 ) from error
-            for manifest in self.versions():
-                if (manifest.sha256, manifest.config_sha256, manifest.state) == (sha256, config_sha256, "ready"):
-                    if is_for_target(manifest, target_path):
-                        return manifest
+            if (known := self._known(sha256, config_sha256, target_path)) is not None:
+                return known
 
             def copy(folder: Path) -> None:
                 for name, file in files.items():
@@ -175,16 +174,25 @@ class Registry:
                 raise RegistryError(f"{error}; name the folder of a target with an MTP head") from error
             except OSError as error:
                 raise RegistryError(f"{error.filename or target} can't be read ({error.strerror})") from error
-            wanted = (sha256_file(folder / WEIGHTS), sha256_file(folder / CONFIG), "ready")
-            for manifest in self.versions():
-                if (manifest.sha256, manifest.config_sha256, manifest.state) == wanted and is_for_target(manifest, target_path):
-                    return manifest
+            if (known := self._known(sha256_file(folder / WEIGHTS), sha256_file(folder / CONFIG), target_path)) is not None:
+                return known
 
             def move(into: Path) -> None:
                 for name in (WEIGHTS, CONFIG):
                     (folder / name).rename(into / name)
 
             return self.create(move, scope="imported", target_path=target_path, note=note or f"imported from {target}")
+
+    def _known(self, sha256: str, config_sha256: str, target_path: str) -> Manifest | None:
+        """Find the version of these files for a target, rather by its path than by its digest."""
+        wanted = (sha256, config_sha256, "ready")
+        found = [one for one in self.versions() if (one.sha256, one.config_sha256, one.state) == wanted]
+        named = [one for one in found if is_for_target(one, target_path, "")]
+        exact = [one for one in named if one.target_path == target_path]
+        if found and not named:
+            digest = digest_of_target(target_path)
+            named = [one for one in found if is_for_target(one, target_path, digest)]
+        return next(iter(exact or named), None)
 
     def get(self, version: str) -> Manifest:
         """Return a version's manifest. Raises RegistryError if there is no such version or it is damaged."""

@@ -130,9 +130,9 @@ class SharedRegistry:
         return self._reaching(read)
 
     def missing(self, targets: Collection[str]) -> list[Manifest]:
-        """List versions that are there and not here, for targets with one of these config.json digests; oldest first."""
-        here = {manifest.sha256 for manifest in self._registry.versions()}
-        return [m for m in self.listing() if m.sha256 not in here and m.target_sha256 and m.target_sha256 in targets]
+        """List versions that are there and not here, for targets with one of these digests; oldest first."""
+        here = {(manifest.sha256, manifest.target_sha256) for manifest in self._registry.versions()}
+        return [m for m in self.listing() if (m.sha256, m.target_sha256) not in here and m.target_sha256 in targets]
 
     def fetch(self, manifest: Manifest, target_path: str) -> Manifest:
         """Add a version from there to the registry. Raises RegistryError: unreadable, or not what its manifest says."""

@@ -24,6 +24,7 @@ class Host:
         self.identify: Callable[[wire.EngineHello], str] = lambda hello: "v0001-abc"
         self.sent: list[wire.Welcome] = []
         self.calls: list[str] = []
+        self.learned: list[str] = []
         self._jobs: list[Callable[[], None]] = []
         self.greeting = Greeting(
             store,
@@ -34,6 +35,7 @@ class Host:
             lock=threading.RLock(),
             in_background=self._jobs.append,
             identify=lambda hello, peer: self.identify(hello),
+            learn_target=self.learned.append,
             on_hello=lambda engine, hello: self.calls.append("hello"),
             on_welcome=lambda engine: self.calls.append("welcome"),
             keep=self.engines.keep,

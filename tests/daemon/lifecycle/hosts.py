@@ -9,6 +9,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import load
 from honed.daemon.store.operations import Operation
@@ -73,6 +76,7 @@ def hosts(folder: Path, url: str) -> Iterator[Callable[..., Host]]:
             for part in ("state", "run", "target"):
                 (root / part).mkdir(parents=True, exist_ok=True)
             (root / "target" / "config.json").write_text(json.dumps({"hidden_size": 4}))
+            save_file({"model.norm.weight": np.ones(4, np.float32)}, root / "target" / "model.safetensors")
             write_checkpoint(root / "drafter", 0.0)
             settings = load(None, flags_in(root) | {"registry": {"url": url, "poll_s": 0.5} | registry}, env={})
             service = Service(settings, daemon_id=name)

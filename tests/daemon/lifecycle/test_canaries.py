@@ -323,7 +323,7 @@ def test_it_ends_when_its_engines_are_gone_for_good(stage: Stage, monkeypatch: p
         assert stage.service.rollout.trial is not None
         canaries.tick(now_s + ABANDONED_S + 60.0)
         assert stage.service.rollout.trial is None
-    done = stage.wait_state(operation_id, "cancelled")
+    done = stage.wait_state(operation_id, "failed")
     assert "no engine that can run both was connected for 24 hours" in done["error"]
     assert stage.aliases()["active"] == stage.first
     assert not stage.service.canaries.why_failed(new), "it wasn't found worse"

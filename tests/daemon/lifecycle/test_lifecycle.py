@@ -1014,7 +1014,7 @@ def test_weights_arent_verified_amid_a_swap(stage: Stage) -> None:
 
 @pytest.mark.fault("a fine-tuned target in a folder of its own")
 def test_the_drafter_of_a_fine_tuned_target_learns_once_an_operator_says_so(stage: Stage) -> None:
-    """The old drafter serves the new target: no version was for both, so nothing could be trained, and no command changed that."""
+    """No version was for the old drafter and the new target: nothing could be trained, and no command changed that."""
 
     def notes() -> list[str]:
         return [one.text for one in findings(stage.client.get("/v1/status").json()) if "another target" in one.text]
