@@ -66,5 +66,10 @@ def extract_head(target: Path, folder: Path, user: User | None = None) -> None:
             shutil.copyfileobj(files[target / CONFIG], config, 1 << 20)
 
 
+def is_head_alone(weights: Path) -> bool:
+    """Whether a file has nothing but an MTP head. Raises OSError or ValueError if it can't be read."""
+    return all(entry.name.startswith(MTP_PREFIXES) for entry in read_tensor_entries(weights))
+
+
 def _is_swapped(name: str) -> bool:
     return name.startswith(MTP_PREFIXES) and not any(part in name for part in IGNORED)

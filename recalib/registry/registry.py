@@ -36,9 +36,10 @@ from honed.recalib.registry.durable import (
     replace_file,
     sha256_file,
 )
-from honed.recalib.registry.head_of_target import extract_head
+from honed.recalib.registry.head_of_target import extract_head, is_head_alone
 from honed.recalib.registry.manifest import (
     CONFIG,
+    INDEX,
     MANIFEST,
     NO_FIGURES,
     WEIGHTS,
@@ -170,6 +171,8 @@ class Registry:
         with self._temporary_folder() as folder:
             try:
                 extract_head(Path(target), folder, user)
+                if (known := self._version_in(Path(target), target_path)) is not None:
+                    return known
             except ValueError as error:
                 raise RegistryError(f"{error}; name the folder of a target with an MTP head") from error
             except OSError as error:
@@ -182,6 +185,12 @@ class Registry:
                     (folder / name).rename(into / name)
 
             return self.create(move, scope="imported", target_path=target_path, note=note or f"imported from {target}")
+
+    def _version_in(self, folder: Path, target_path: str) -> Manifest | None:
+        """Find the version whose files these are, of a head that vLLM serves as a draft model."""
+        if (folder / INDEX).exists() or not (folder / WEIGHTS).exists() or not is_head_alone(folder / WEIGHTS):
+            return None
+        return self._known(sha256_file(folder / WEIGHTS), sha256_file(folder / CONFIG), target_path)
 
     def _known(self, sha256: str, config_sha256: str, target_path: str) -> Manifest | None:
         """Find the version of these files for a target, rather by its path than by its digest."""

@@ -180,7 +180,14 @@ def test_a_head_is_taken_from_its_target_and_written_as_it_was(tmp_path: Path, i
     old, new = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "out"))
     assert old.keys() == new.keys()
     assert all(torch.equal(old[name], new[name]) for name in old)
-    assert registry.import_head(tmp_path / "out") == version, "a version served as a draft model is that version"
+    assert registry.import_head(tmp_path / "out") == version, "the same head in another file"
+
+    def write(into: Path) -> None:
+        save_drafter(read, into, folder, torch.bfloat16)
+
+    trained = registry.create(write, target_path=str(target))
+    assert registry.import_head(registry.path(trained.version)) == trained, "a version served as a draft model is that version"
+    assert registry.versions() == [version, trained]
 
 
 def test_a_target_without_a_head_is_refused_by_name(tmp_path: Path) -> None:
