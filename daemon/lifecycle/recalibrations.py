@@ -256,11 +256,14 @@ class Recalibrations:
             self._end_training("failed", f"the trainer has been silent for {self._trainer.silent_s:.0f} s")
         self.alarms.tick(now_s)
         self.alarms.drop_retired([engine.engine_id for engine in self._eligible.connected()], now_s)
-        is_free = self._rollout.is_quiet and now_s - self._ended_s >= self._settings.min_interval_s
-        if self._settings.automatic and is_free:
-            for standing in self.alarms.due(now_s):
-                if self._answer(standing):
-                    break
+        if not self._settings.automatic or not self._rollout.is_quiet:
+            return
+        pause_s = self._settings.min_interval_s
+        for standing in self.alarms.due(now_s):
+            if now_s - self._ended_s < pause_s:
+                standing.hindrance = f"the last one ended less than {pause_s:,.0f} s ago (recalibration.min_interval_s)"
+            elif self._answer(standing):
+                break
 
     def _answer(self, standing: Standing) -> bool:
         """Try to begin a recalibration; True if begun. The alarm stays while no trainer or engine can do it."""

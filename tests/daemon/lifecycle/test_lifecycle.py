@@ -787,6 +787,21 @@ def test_what_keeps_drift_from_being_answered_is_said(stage: Stage) -> None:
     assert "HONED_FEATURES=layers" in found.text
 
 
+def test_a_pause_that_keeps_drift_from_being_answered_is_said(stage: Stage) -> None:
+    stage.serve_workload("b")
+    recalibrations = stage.service.recalibrations
+    with stage.service.lock:
+        recalibrations._ended_s = stage.service.monotonic()
+        drift(stage, "b")
+        stage.service.tick(stage.service.monotonic())
+    (alarm,) = stage.client.get("/v1/status").json()["drift_alarms"]
+    assert alarm["hindrance"] == "the last one ended less than 900 s ago (recalibration.min_interval_s)"
+    assert alarm["failed_attempts"] == 0
+    with stage.service.lock:
+        stage.service.tick(stage.service.monotonic() + stage.service.settings.recalibration.min_interval_s)
+    stage.trainer.expect(wire.TrainRequest)
+
+
 def test_drift_that_nothing_has_answered_outlives_restarts_of_the_daemon(settings: Settings, folder: Path) -> None:
     service, engine, trainer, first = first_life(settings, folder)
     interval_s = settings.recalibration.min_interval_s
