@@ -13,7 +13,7 @@ ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/n
 .PHONY: bench gpu
 
 help:
-	@echo "make demo           the whole loop on a running vLLM server, 8 to 10 minutes; leaves demo-out/report.html"
+	@echo "make demo           the whole loop on a running vLLM server, some 10 minutes; leaves demo-out/report.html"
 	@echo "make test           all tests that need no GPU, no root and no other tools, the real engine included"
 	@echo "make test-share     two hosts that share versions on an S3 server, in trouble too (minutes)"
 	@echo "make test-faults    the tests of every fault that was found by attack, some minutes; the last line is JSON"

@@ -22,7 +22,8 @@ HEAD = """# Published drafters
 rules. An engine asks the same rules when it starts, with what vLLM has loaded. `honed engines` and `honed doctor` give its
 answer.
 
-*Yes* means: honed captures samples, trains the drafter and swaps it. Draft lengths are tuned for all of them.
+*Yes* means: honed captures samples, trains the drafter and swaps it. Draft lengths are tuned for all of them. With
+other MTP heads than those that are trained that wasn't tried.
 No published drafter's own weights were trained here. Pairs of most of their kinds were, at toy size: `make test-zoo`.
 [Training](training.md#which-drafters-are-trained) says which kinds are trained.
 
