@@ -36,7 +36,7 @@ class Pair:
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of `Engine`, and of vLLM's."""
     plan: dict[str, int] = field(default_factory=dict)
-    """Fields of `Plan` that are smaller than for the tiny pair."""
+    """Fields of `Plan` that differ from the tiny pair's."""
     has_full: bool = False
     """Whether scope full is measured, too."""
 
@@ -46,7 +46,7 @@ KINDS = {
     "eagle3": Pair(options={"method": "eagle3", "num_draft_tokens": 5}, has_full=True),
     "mtp": Pair(options={"method": "mtp", "num_draft_tokens": 3}, has_full=True),
     "dflash2": Pair(is_v2=True, plan={"heldout": 24, "traffic_a": 64, "traffic_b": 128}),
-    "hybrid": Pair(options={"dtype": "bfloat16", "language_model_only": True}),
+    "hybrid": Pair(options={"dtype": "bfloat16", "language_model_only": True}, plan={"steps": 4000}),  # as many as by default
 }
 
 
