@@ -45,7 +45,7 @@ class Host:
         fields: dict[str, Any] = dict.fromkeys(
             ("model_name", "target_path", "drafter_path", "vllm_version", "honed_version", "runner", "method"), ""
         )
-        fields |= {"wire_version": wire.WIRE_VERSION, "num_spec_tokens": 3, "max_num_seqs": 8}
+        fields |= {"target_path": "/models/tiny", "wire_version": wire.WIRE_VERSION, "num_spec_tokens": 3, "max_num_seqs": 8}
         hello = wire.EngineHello(engine_id="engine-0", boot_id="boot", drafter_version=version, **fields)
         engine = self.engines.introduce(hello, b"peer", 0.0)
         assert engine is not None
@@ -68,6 +68,8 @@ def test_an_engine_that_names_its_version_is_welcome_at_once(host: Host, store: 
     assert (welcome.daemon_id, welcome.boot_id, welcome.committed_seq) == ("daemon", "boot", 0)
     assert (welcome.drafter_version, welcome.log_token_ids) == ("v0007-fed", True)
     assert host.calls == ["hello", "welcome"]
+    host.work()
+    assert host.learned == ["/models/tiny"], "it isn't read while the engine waits"
     assert engine.policy_sent_s == float("-inf"), "it gets a policy anew"
     assert store.drain(10)
     assert store.read("SELECT hello FROM boots")[0]["hello"].startswith('{"type":"EngineHello"')
