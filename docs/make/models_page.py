@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from docs.make.published import HEADS, PUBLISHED
-from honed.recalib.config.drafter import DrafterConfig, Eagle3
+from honed.recalib.config.drafter import DrafterConfig, Eagle3, Mtp
 from honed.recalib.config.memory import GIB, estimate, value_bytes
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.config.training import TrainingSettings
@@ -58,12 +58,16 @@ LLAMAS = Eagle3(
     has_head_norms=False,
     num_features=3,
 )
+MIMOS = Mtp(has_gate=False, is_mimo=True)
 SIZES: dict[str, dict[str, Any]] = {
     "DFlash, 5 layers with Qwen3-4B's sizes": QWEN3 | DFLASH | {"hidden_size": 2560, "intermediate_size": 9728},
     "DFlash, 5 layers with Qwen3-8B's sizes": QWEN3 | DFLASH | {"hidden_size": 4096, "intermediate_size": 12_288},
     "EAGLE-3 with Llama-3.1-8B's sizes, 32,000 words": QWEN3
     | EAGLE3
     | {"hidden_size": 4096, "intermediate_size": 14_336, "vocab_size": 128_256, "draft_vocab_size": 32_000, "eagle3": LLAMAS},
+    "MTP head with MiMo-7B's sizes": QWEN3
+    | EAGLE3
+    | {"hidden_size": 4096, "intermediate_size": 11_008, "vocab_size": 151_680, "attention_bias": True, "mtp": MIMOS},
 }
 
 
