@@ -22,7 +22,7 @@ _MAX_INDEX_BYTES = 64 << 20
 SAMPLE_BYTES = 256
 """Of each tensor."""
 MOST_SAMPLES = 4096
-"""Of a target; of one with more tensors every second, third, … has a sample."""
+"""A target gives at most so many. Of more tensors every n-th gives one."""
 
 
 def digest_of_target(target_path: str) -> str:

@@ -35,7 +35,7 @@ MIMO_CLASS = """from transformers import Qwen2Config
 class MiMoConfig(Qwen2Config):
     model_type = "mimo"
 """
-"""What a published MiMo has in configuration_mimo.py."""
+"""A published MiMo has this class in configuration_mimo.py."""
 
 
 def make_mtp_target(folder: Path, *, is_tiny: bool, has_experts: bool = False) -> Path:
