@@ -14,26 +14,21 @@ from torch import Tensor, nn
 
 from honed.recalib.config.drafter import DrafterConfig, Eagle3
 from honed.recalib.drafter.drafter import Vocabulary
-from honed.recalib.drafter.layers import MLP, Attention, RMSNorm
-from honed.recalib.drafter.unrolled import UnrolledDrafter
+from honed.recalib.drafter.layers import Block, RMSNorm
+from honed.recalib.drafter.unrolled import BlockDrafter
 
 # Letters: N blocks, T context rows, H width, A width of unfused features, G key/value heads, R query heads, D head width.
 
 
-class Layer(nn.Module):
-    """The one layer, with the norms of its two inputs."""
+class Layer(Block):
+    """The one layer, with the norms of its two inputs. Its attention's input is twice as wide as its output."""
 
     def __init__(self, config: DrafterConfig, eagle3: Eagle3) -> None:
-        super().__init__()
         # vLLM's Qwen3 class has no bias after its attention.
         has_output_bias = config.attention_bias and not eagle3.has_head_norms
-        self.self_attn = Attention(
-            config, 2 * config.hidden_size, has_head_norms=eagle3.has_head_norms, has_output_bias=has_output_bias
-        )
-        self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        width = 2 * config.hidden_size
+        super().__init__(config, width, has_head_norms=eagle3.has_head_norms, has_output_bias=has_output_bias)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self._norms_residual = eagle3.norm_before_residual
 
     def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:  # 2 x [..., H] -> [..., 2H], [..., H]
@@ -42,7 +37,7 @@ class Layer(nn.Module):
         return torch.cat((self.input_layernorm(embedded), normed), dim=-1), normed if self._norms_residual else hidden
 
 
-class Eagle3Drafter(UnrolledDrafter):
+class Eagle3Drafter(BlockDrafter):
     """An EAGLE-3 drafter of one layer."""
 
     def __init__(self, config: DrafterConfig, vocabulary: Vocabulary) -> None:
@@ -76,21 +71,6 @@ class Eagle3Drafter(UnrolledDrafter):
     def inputs(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Norm both inputs and lay them side by side."""
         return self._layer.inputs(embedded, hidden)
-
-    def queries(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """Compute rotated queries."""
-        return self._layer.self_attn.queries(x, tables)
-
-    def keys_values(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute rotated keys, and values."""
-        return self._layer.self_attn.keys_values(x, tables)
-
-    def output(self, attended: Tensor, x: Tensor, residual: Tensor) -> Tensor:
-        """Add what was attended to and the MLP's output to the residual."""
-        layer = self._layer
-        residual = residual + layer.self_attn.o_proj(attended)
-        out: Tensor = residual + layer.mlp(layer.post_attention_layernorm(residual))
-        return out
 
     def normed_and_fed(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """The next row gets the output before the last norm, unless the config says otherwise."""

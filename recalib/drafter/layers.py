@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.config.rope_scaling import RopeScaling, frequencies
 
-# Letters: H width, I width of the attention's input, G key/value heads, D head width.
+# Letters: N rows, H width, I width of the attention's input, R query heads, G key/value heads, D head width.
 
 
 class RMSNorm(nn.Module):
@@ -64,6 +64,23 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [..., H]
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Block(nn.Module):
+    """A pre-norm layer: attention, then an MLP."""
+
+    def __init__(self, config: DrafterConfig, width: int, *, has_head_norms: bool, has_output_bias: bool) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, width, has_head_norms=has_head_norms, has_output_bias=has_output_bias)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def output(self, attended: Tensor, residual: Tensor) -> Tensor:  # [N, R * D], [N, H] -> [N, H]
+        """Add what was attended to and the MLP's output to the residual."""
+        residual = residual + self.self_attn.o_proj(attended)
+        out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
         return out
 
 

@@ -17,29 +17,25 @@ from torch import Tensor, nn
 
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.drafter.drafter import Vocabulary
-from honed.recalib.drafter.layers import MLP, Attention, RMSNorm
-from honed.recalib.drafter.unrolled import UnrolledDrafter
+from honed.recalib.drafter.layers import Block, RMSNorm
+from honed.recalib.drafter.unrolled import BlockDrafter
 
 # Letters: N blocks, H width.
 
 
-class Layer(nn.Module):
-    """A pre-norm layer, with what joins its two inputs and the norm after it."""
+class Layer(Block):
+    """The layer, with what joins its two inputs and the norm after it."""
 
     def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
+        super().__init__(config, config.hidden_size, has_head_norms=False, has_output_bias=False)
         width, eps = config.hidden_size, config.rms_norm_eps
         self.token_layernorm = RMSNorm(width, eps)
         self.hidden_layernorm = RMSNorm(width, eps)
         self.input_proj = nn.Linear(2 * width, width, bias=False)
-        self.input_layernorm = RMSNorm(width, eps)
-        self.self_attn = Attention(config, width, has_head_norms=False, has_output_bias=False)
-        self.post_attention_layernorm = RMSNorm(width, eps)
-        self.mlp = MLP(config)
         self.final_layernorm = RMSNorm(width, eps)
 
 
-class MimoDrafter(UnrolledDrafter):
+class MimoDrafter(BlockDrafter):
     """An MTP head of one layer."""
 
     def __init__(self, config: DrafterConfig, vocabulary: Vocabulary) -> None:
@@ -66,21 +62,6 @@ class MimoDrafter(UnrolledDrafter):
         joined: Tensor = layer.input_proj(torch.cat((layer.hidden_layernorm(hidden), layer.token_layernorm(embedded)), dim=-1))
         normed: Tensor = layer.input_layernorm(joined)
         return normed, joined
-
-    def queries(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """Compute rotated queries."""
-        return self._layer.self_attn.queries(x, tables)
-
-    def keys_values(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Compute rotated keys, and values."""
-        return self._layer.self_attn.keys_values(x, tables)
-
-    def output(self, attended: Tensor, x: Tensor, residual: Tensor) -> Tensor:
-        """Add what was attended to and the MLP's output to the residual."""
-        layer = self._layer
-        residual = residual + layer.self_attn.o_proj(attended)
-        out: Tensor = residual + layer.mlp(layer.post_attention_layernorm(residual))
-        return out
 
     def normed_and_fed(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """The next row gets the output after the last norm."""

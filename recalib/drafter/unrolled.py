@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from honed.kernels.training.anchor_attention import Visible, anchor_attention
 from honed.recalib.drafter.drafter import Drafter
+from honed.recalib.drafter.layers import Block
 
 # Letters: N blocks, K tokens drafted, T context rows, H width, I width of the attention's input, G key/value heads, R query
 # heads, D head width.
@@ -149,3 +150,24 @@ class UnrolledDrafter(Drafter):
         attended = anchor_attention(self.queries(x[:, None], tables), own_keys, own_values, *context, visible)
         out = self.output(attended.flatten(1), x, residual)
         return *self.normed_and_fed(out), key, value
+
+
+class BlockDrafter(UnrolledDrafter):
+    """A drafter whose layer is a `Block`."""
+
+    @property
+    @abstractmethod
+    def _layer(self) -> Block:
+        """The layer."""
+
+    def queries(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """Compute rotated queries."""
+        return self._layer.self_attn.queries(x, tables)
+
+    def keys_values(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Compute rotated keys, and values."""
+        return self._layer.self_attn.keys_values(x, tables)
+
+    def output(self, attended: Tensor, x: Tensor, residual: Tensor) -> Tensor:
+        """Add what was attended to and the MLP's output to the residual."""
+        return self._layer.output(attended, residual)
