@@ -22,6 +22,7 @@ from honed.recalib.drafter.layers import rotary_tables, rotate
 from honed.recalib.gate.evaluate import draft_blocks, expected_acceptance_length
 from honed.recalib.samples.sample import TrainingSample, pack
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
+from tests.recalib.drafter.rounds import ANCHORS, ROWS, check_blocks
 
 SMALL = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -44,7 +45,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"fc_norm": True, "attention_bias": True},
     {"architectures": ["Eagle3Qwen3ForCausalLM"], "attention_bias": True},
 ]
-ROWS, ANCHORS = 30, [1, 2, 9, 25]
 
 
 def make_drafter(words: int = 0, **changes: Any) -> Eagle3Drafter:
@@ -111,13 +111,7 @@ def test_a_block_is_a_server_s_round(options: dict[str, Any]) -> None:
     """Two samples packed end to end, the second beginning at position 7: tokens, positions and masks must all be right."""
     drafter = make_drafter(**options)
     samples = [make_sample(), make_sample(seed=1, first=7)]
-    packed = pack(samples)
-    anchors = torch.tensor(ANCHORS + [ROWS + anchor for anchor in ANCHORS])
-    given = (drafter.fuse(packed.features), packed.positions, packed.token_ids, anchors, packed.segments)
-    hidden, drafts = drafter.draft_hidden(*given), drafter.draft(*given)
-    for i, (sample, anchor) in enumerate((sample, anchor) for sample in samples for anchor in ANCHORS):
-        torch.testing.assert_close(hidden[i], one_block(drafter, sample, anchor, 4, is_own=False)[0], rtol=1e-4, atol=1e-5)
-        assert drafts[i].tolist() == one_block(drafter, sample, anchor, 4, is_own=True)[1].tolist()
+    check_blocks(drafter, samples, lambda sample, anchor, is_own: one_block(drafter, sample, anchor, 4, is_own))
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,8 +17,8 @@ from honed.recalib.drafter.checkpoint import TargetHead, load_drafter, save_draf
 from honed.recalib.drafter.drafter import Vocabulary
 from honed.recalib.drafter.mimo import MimoDrafter
 from honed.recalib.registry.registry import Registry
-from honed.recalib.samples.sample import TrainingSample, pack
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
+from tests.recalib.drafter.rounds import check_blocks, make_mtp_sample, mtp_block
 
 RAW: dict[str, Any] = {
     "architectures": ["MiMoForCausalLM"],
@@ -38,7 +37,6 @@ RAW: dict[str, Any] = {
 """The fields of a published MiMo-7B, at toy size."""
 CONFIG = DrafterConfig.from_json(RAW)
 PREFIX = "mtp_layers.0."
-ROWS, ANCHORS = 30, [1, 2, 9, 25]
 
 
 def make_drafter() -> MimoDrafter:
@@ -48,18 +46,6 @@ def make_drafter() -> MimoDrafter:
         for parameter in drafter.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     return drafter
-
-
-def make_sample(num_rows: int = ROWS, seed: int = 0, first: int = 0) -> TrainingSample:
-    generator = torch.Generator().manual_seed(seed)
-    return TrainingSample(
-        features=torch.randn(num_rows, 16, generator=generator),
-        token_ids=torch.randint(50, (num_rows,), generator=generator),
-        positions=first + torch.arange(num_rows),
-        session=f"s{seed}",
-        workload="w",
-        is_fused=False,
-    )
 
 
 class WholeSequence:
@@ -92,38 +78,18 @@ class WholeSequence:
         return self._norm("final_layernorm", (out if isinstance(out, Tensor) else out[0])[0])
 
 
-def one_block(drafter: MimoDrafter, sample: TrainingSample, anchor: int, k: int, is_own: bool) -> tuple[Tensor, Tensor]:
-    """A server's round after `anchor`: hidden states and tokens, with the right tokens fed or those that were drafted."""
-    whole = WholeSequence(drafter)
-    ids, hidden = sample.token_ids[1 : anchor + 1], sample.features[:anchor]
-    hiddens, drafts = [], []
-    for step in range(k):
-        normed = whole(ids, hidden, sample.positions[0] + torch.arange(len(ids)))
-        hiddens.append(normed[-1])
-        drafts.append(F.linear(normed[-1], drafter.lm_head).argmax())
-        fed = drafts[-1] if is_own else sample.token_ids[min(anchor + step + 1, sample.num_tokens - 1)]
-        ids, hidden = torch.cat((ids, fed[None])), torch.cat((hidden, normed[-1:]))
-    return torch.stack(hiddens), torch.stack(drafts)
-
-
 @torch.no_grad()
 def test_a_block_is_a_server_s_round() -> None:
     """One sample begins at position 0, where there is no embedding, the other at 7."""
     drafter = make_drafter()
-    samples = [make_sample(), make_sample(seed=1, first=7)]
-    packed = pack(samples)
-    anchors = torch.tensor(ANCHORS + [ROWS + anchor for anchor in ANCHORS])
-    given = (drafter.fuse(packed.features), packed.positions, packed.token_ids, anchors, packed.segments)
-    hidden, drafts = drafter.draft_hidden(*given), drafter.draft(*given)
-    for i, (sample, anchor) in enumerate((sample, anchor) for sample in samples for anchor in ANCHORS):
-        torch.testing.assert_close(hidden[i], one_block(drafter, sample, anchor, 3, is_own=False)[0], rtol=1e-4, atol=1e-5)
-        assert drafts[i].tolist() == one_block(drafter, sample, anchor, 3, is_own=True)[1].tolist()
+    whole, samples = WholeSequence(drafter), [make_mtp_sample(), make_mtp_sample(seed=1, first=7)]
+    check_blocks(drafter, samples, mtp_block(whole, drafter.lm_head, 3))
 
 
 def test_training_learns_and_leaves_what_cached_rows_depend_on() -> None:
     drafter = make_drafter()
     before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
-    sample = make_sample(80)
+    sample = make_mtp_sample(80)
     sample.token_ids.copy_(torch.arange(80) % 7)
     settings = TrainingSettings(loss="ce", learning_rate=1e-2, warmup_updates=1, micro_steps_per_update=1)
     trainer = MicroTrainer(drafter, settings)

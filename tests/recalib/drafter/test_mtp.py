@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from honed.recalib.drafter.drafter import Vocabulary
 from honed.recalib.drafter.layers import rotary_tables, rotate
 from honed.recalib.drafter.mtp import MtpDrafter
 from honed.recalib.registry.registry import Registry, RegistryError
-from honed.recalib.samples.sample import TrainingSample, pack
+from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
+from tests.recalib.drafter.rounds import check_blocks, make_mtp_sample, mtp_block
 
 TEXT = {
     "model_type": "qwen3_5_text",
@@ -43,7 +45,6 @@ EXPERTS = {
     "moe_intermediate_size": 8,
     "shared_expert_intermediate_size": 12,
 }
-ROWS, ANCHORS = 30, [1, 2, 9, 25]
 
 
 def make_drafter(**changes: Any) -> MtpDrafter:
@@ -55,18 +56,6 @@ def make_drafter(**changes: Any) -> MtpDrafter:
     if "num_experts" in changes:
         drafter.take_experts(0.5 * torch.randn(4, 16, 16), 0.5 * torch.randn(4, 16, 8))
     return drafter
-
-
-def make_sample(num_rows: int = ROWS, seed: int = 0, first: int = 0) -> TrainingSample:
-    generator = torch.Generator().manual_seed(seed)
-    return TrainingSample(
-        features=torch.randn(num_rows, 16, generator=generator),
-        token_ids=torch.randint(50, (num_rows,), generator=generator),
-        positions=first + torch.arange(num_rows),
-        session=f"s{seed}",
-        workload="w",
-        is_fused=False,
-    )
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -98,38 +87,19 @@ def whole_sequence(drafter: MtpDrafter, ids: Tensor, hidden: Tensor, positions: 
     return norm(x + inner @ layer["mlp.down_proj.weight"].T, p["norm.weight"])
 
 
-def one_block(drafter: MtpDrafter, sample: TrainingSample, anchor: int, k: int, is_own: bool) -> tuple[Tensor, Tensor]:
-    """A server's round after `anchor`: hidden states and tokens, with the right tokens fed or those that were drafted."""
-    ids, hidden = sample.token_ids[1 : anchor + 1], sample.features[:anchor]
-    hiddens, drafts = [], []
-    for step in range(k):
-        normed = whole_sequence(drafter, ids, hidden, sample.positions[0] + torch.arange(len(ids)))
-        hiddens.append(normed[-1])
-        drafts.append(F.linear(normed[-1], drafter.lm_head).argmax())
-        fed = drafts[-1] if is_own else sample.token_ids[min(anchor + step + 1, sample.num_tokens - 1)]
-        ids, hidden = torch.cat((ids, fed[None])), torch.cat((hidden, normed[-1:]))
-    return torch.stack(hiddens), torch.stack(drafts)
-
-
 @pytest.mark.parametrize("has_gate", [True, False])
 @torch.no_grad()
 def test_a_block_is_a_server_s_round(has_gate: bool) -> None:
     drafter = make_drafter(attn_output_gate=has_gate)
-    samples = [make_sample(), make_sample(seed=1, first=7)]
-    packed = pack(samples)
-    anchors = torch.tensor(ANCHORS + [ROWS + anchor for anchor in ANCHORS])
-    given = (drafter.fuse(packed.features), packed.positions, packed.token_ids, anchors, packed.segments)
-    hidden, drafts = drafter.draft_hidden(*given), drafter.draft(*given)
-    for i, (sample, anchor) in enumerate((sample, anchor) for sample in samples for anchor in ANCHORS):
-        torch.testing.assert_close(hidden[i], one_block(drafter, sample, anchor, 3, is_own=False)[0], rtol=1e-4, atol=1e-5)
-        assert drafts[i].tolist() == one_block(drafter, sample, anchor, 3, is_own=True)[1].tolist()
+    whole, samples = partial(whole_sequence, drafter), [make_mtp_sample(), make_mtp_sample(seed=1, first=7)]
+    check_blocks(drafter, samples, mtp_block(whole, drafter.lm_head, 3))
 
 
 @pytest.mark.parametrize("loss", ["ce", "kl"])
 def test_training_learns_and_leaves_what_cached_rows_depend_on(loss: Any) -> None:
     drafter = make_drafter()
     before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
-    sample = make_sample(80)
+    sample = make_mtp_sample(80)
     sample.token_ids.copy_(torch.arange(80) % 7)
     sample = TrainingSample(**{**vars(sample), "target_hidden": sample.features})
     trainer = MicroTrainer(drafter, TrainingSettings(loss=loss, learning_rate=1e-2, warmup_updates=1, micro_steps_per_update=1))
@@ -261,7 +231,7 @@ def test_experts_stay_in_the_target_s_files(tmp_path: Path, is_fused: bool) -> N
     x = torch.randn(7, 16)
     torch.testing.assert_close(read._layer.mlp(x), mlp(x))
     before = {name: parameter.detach().clone() for name, parameter in read.named_parameters()}
-    MicroTrainer(read, TrainingSettings(anchors_per_micro_step=8, micro_steps_per_update=1)).step([make_sample()])
+    MicroTrainer(read, TrainingSettings(anchors_per_micro_step=8, micro_steps_per_update=1)).step([make_mtp_sample()])
     moved = {name for name, parameter in read.named_parameters() if not torch.equal(parameter, before[name])}
     assert {"layers.0.mlp.shared_expert.up_proj.weight", "layers.0.mlp.shared_expert_gate.weight"} <= moved
     assert "layers.0.mlp.gate.weight" not in moved
