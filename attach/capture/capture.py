@@ -158,18 +158,18 @@ class Capturer:
         )
 
     def _features(self, view: StepView, index: torch.Tensor) -> torch.Tensor:  # [N, F]
-        if self._kind == "fused":
-            states = view.states()
-            if self._norm is None:
-                return states.index_select(0, index)
-            weight, eps = self._norm()
+        if self._kind == "fused" and self._norm is not None:
+            states, (weight, eps) = view.states(), self._norm()
             return context_features(states, index, weight, eps, states.dtype)
         aux = view.aux
         if isinstance(aux, torch.Tensor):
-            return aux.index_select(0, index)
-        if not aux:
-            raise ValueError("this drafter gets no aux hidden states: set HONED_FEATURES=fused")
-        return torch.cat([layer.index_select(0, index) for layer in aux], dim=-1)
+            rows = aux.index_select(0, index)
+        elif aux:
+            rows = torch.cat([layer.index_select(0, index) for layer in aux], dim=-1)
+        else:
+            raise ValueError("this drafter gets no hidden states of the target")
+        # Not what the drafter holds: a pass after the first has overwritten rows of it.
+        return view.fuse(rows) if self._kind == "fused" else rows
 
     def _to_host(
         self,

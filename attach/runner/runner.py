@@ -31,8 +31,9 @@ class StepView:
     row_starts: npt.NDArray[np.int64]  # [R + 1]
     token_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]
-    states: Callable[[], torch.Tensor]  # -> [T, H] after `fc`, before a norm: computed on demand, unless it was already
+    states: Callable[[], torch.Tensor]  # -> [T, H] after `fc`, before a norm; DFlash: elsewhere the drafter overwrites them
     aux: torch.Tensor | list[torch.Tensor] | None  # [T, A], whole or as layers to concatenate; MTP: the target's last states
+    fuse: Callable[[torch.Tensor], torch.Tensor]  # [N, A] -> [N, H]: the drafter's `fc`; MTP: no change
     num_rejected: torch.Tensor | None  # [R] rows at a request's end that hold rejected drafts; None: there are none
 
 
@@ -79,6 +80,11 @@ class Runner(ABC):
         """The drafter's `DFlashQwen3ForCausalLM`, `Eagle3LlamaForCausalLM` or like, unwrapped."""
         model = self.drafter.model
         return model.unwrap() if hasattr(model, "unwrap") else model
+
+    def fuse(self, aux: torch.Tensor) -> torch.Tensor:  # [N, A] -> [N, H]
+        """What the drafter makes of the target's hidden states before it adds a token; an MTP head makes nothing."""
+        combine: Callable[[torch.Tensor], torch.Tensor] | None = getattr(self.draft_model, "combine_hidden_states", None)
+        return aux if combine is None else combine(aux)
 
     @abstractmethod
     def view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepView | None:
@@ -130,22 +136,15 @@ class RunnerV1(Runner):
         if positions.dim() > 1:  # M-RoPE: for text all dimensions are the same
             positions = positions[0]
         starts = kwargs["common_attn_metadata"].query_start_loc_cpu.numpy().astype(np.int64)
-        aux: torch.Tensor = kwargs["target_hidden_states"]
-
-        def states() -> torch.Tensor:
-            fused: torch.Tensor | None = getattr(self.drafter, "_dflash_hidden_states", None)
-            combine: Callable[[torch.Tensor], torch.Tensor] | None = getattr(self.draft_model, "combine_hidden_states", None)
-            if fused is None:
-                fused = aux if combine is None else combine(aux)
-            return fused
 
         return StepView(
             req_ids=self._runner.input_batch.req_ids[: len(starts) - 1],
             row_starts=starts,
             token_ids=kwargs["target_token_ids"],
             positions=positions,
-            states=states,
-            aux=aux,
+            states=lambda: self.drafter._dflash_hidden_states,
+            aux=kwargs["target_hidden_states"],
+            fuse=self.fuse,
             num_rejected=kwargs["num_rejected_tokens_gpu"],
         )
 
@@ -180,6 +179,7 @@ class RunnerV2(Runner):
             positions=batch.positions[: batch.num_tokens],
             states=lambda: self.drafter.hidden_states[: batch.num_tokens],
             aux=given["aux_hidden_states"] or given["last_hidden_states"][: batch.num_tokens],
+            fuse=self.fuse,
             num_rejected=given["num_rejected"][: batch.num_reqs],
         )
 

@@ -20,12 +20,12 @@ from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.samples.sessions import SessionAssembler
 from honed.recalib.training.micro_step import MicroTrainer, Scope, TrainingSettings
 from tests.e2e.drafting import LOGITS_TOLERANCE, Seen, difference_of_logits, listen, share_of_equal_drafts
-from tests.e2e.engine import TARGET, K, TestEngine, engine, held_out
+from tests.e2e.engine import IS_SLOW, TARGET, K, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.swapping import swap, wait_until_written
 
 pytestmark = pytest.mark.e2e
-PROMPTS, MAX_TOKENS = held_out(6, 300), 48
+PROMPTS, MAX_TOKENS = (held_out(2, 60), 12) if IS_SLOW else (held_out(6, 300), 48)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,7 @@ def view(requests: dict[str, list[tuple[int, int]]], rejected: list[int] | None 
         positions=torch.tensor([p for p, _ in rows]),
         states=lambda: states,
         aux=None,
+        fuse=lambda aux: aux,
         num_rejected=torch.tensor(rejected, dtype=torch.int32) if rejected is not None else None,
     )
 
@@ -142,8 +144,25 @@ def test_rows_of_the_layers_kind_are_the_aux_states(ring: Recorder) -> None:
     capturer.on_schedule(schedule({"x": [5]}))
     plain = view({"x": [(0, 5)]})
     layers = [torch.full((1, 2), float(i)) for i in range(3)]
-    capturer.on_step(StepView(plain.req_ids, plain.row_starts, plain.token_ids, plain.positions, plain.states, layers, None))
+    capturer.on_step(replace(plain, aux=layers))
     assert ring.rows[0]["features"].tolist() == [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]]
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_what_a_drafter_that_goes_on_from_its_own_states_has_overwritten_is_not_captured(ring: Recorder, is_whole: bool) -> None:
+    """On V2 the first rows of its buffer hold its own output once it has drafted; the target's states are still there."""
+    capturer = Capturer(lambda size, dtype: ring, None, "fused", b"key")  # type: ignore[arg-type, return-value]
+    capturer.set_share(1.0, "v1")
+    capturer.on_schedule(schedule({"x": [5, 6]}))
+    layers = [torch.tensor([[1.0], [2.0]]), torch.tensor([[10.0], [20.0]])]
+    capturer.on_step(
+        replace(
+            view({"x": [(0, 5), (1, 6)]}),
+            aux=torch.cat(layers, dim=1) if is_whole else layers,
+            fuse=lambda aux: aux.sum(dim=1, keepdim=True),
+        )
+    )
+    assert ring.rows[0]["features"].tolist() == [[11.0], [22.0]]
 
 
 def test_rows_bear_the_version_that_computed_them(capturer: Capturer, ring: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,10 +235,11 @@ def test_on_a_gpu_nothing_is_captured_before_the_kernel_is_compiled(
     capturer.on_schedule(schedule({"late": [5]}))
     seen = view({"early": [(0, 5)], "late": [(0, 5)]})
     moved = [tensor.cuda() for tensor in (seen.token_ids, seen.positions, seen.states())]
-    capturer.on_step(StepView(seen.req_ids, seen.row_starts, moved[0], moved[1], lambda: moved[2], None, None))
+    on_device = replace(seen, token_ids=moved[0], positions=moved[1], states=lambda: moved[2])
+    capturer.on_step(on_device)
     torch.cuda.synchronize()
     capturer.on_schedule(schedule())
-    capturer.on_step(StepView([], np.array([0]), moved[0], moved[1], lambda: moved[2], None, None))
+    capturer.on_step(replace(on_device, req_ids=[], row_starts=np.array([0])))
     deadline_s = time.monotonic() + 30
     while not capturer.writer.is_done:
         assert time.monotonic() < deadline_s, "never written"
