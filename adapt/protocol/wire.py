@@ -443,6 +443,8 @@ class TrainRequest(_Message, frozen=True):
     """Unix time from which on samples are of the traffic that must gain; earlier ones are only kept. 0: all are."""
     num_draft_tokens: Count = 0
     """The engine's draft tokens of a round, for drafters that draft token after token; 0: as the drafter's config says."""
+    target_sha256: Text = ""
+    """Digest of the target that the engine loaded, see recalib.registry.target_digest; "": unknown."""
 
 
 class TrainCancel(_Message, frozen=True):

@@ -177,6 +177,7 @@ class Recalibrations:
             error_share=share,
             since_s=self.alarms.since_s(engine.engine_id, workloads or []),
             num_draft_tokens=hello.num_spec_tokens,
+            target_sha256=self._drafters.digest_of(hello.target_path),
         )
         self._trainer.tell(self._request)
         if not dry_run:
@@ -286,7 +287,8 @@ class Recalibrations:
 
     def capture_override(self, engine_id: str, now_s: float) -> Override | None:
         """While a recalibration needs samples, capture from more requests than usual."""
-        if self._rollout.training is None or engine_id != self._engine_id:
+        training = self._rollout.training
+        if training is None or training.stage != "collecting" or engine_id != self._engine_id:
             return None
         return Override("capture_share", COLLECT_SHARE, now_s + 60.0)
 

@@ -171,9 +171,11 @@ def verify_files(folder: Path) -> Manifest:
 def is_for_target(manifest: Manifest, target_path: str, target_digest: str) -> bool:
     """Whether a version was made for the target at this path, or for a copy of it.
 
+    Another target may have taken the place of the version's: the path decides only where a digest is unknown.
+
     Args:
         target_digest: as `digest_of_target` gives it; "": unknown.
     """
-    if "" in (manifest.target_path, target_path) or manifest.target_path == target_path:
-        return True
-    return bool(target_digest) and manifest.target_sha256 == target_digest
+    if target_digest and manifest.target_sha256:
+        return manifest.target_sha256 == target_digest
+    return "" in (manifest.target_path, target_path) or manifest.target_path == target_path

@@ -54,8 +54,8 @@ def stamp_of_target(target_path: str) -> object:
     """What changes when a target's folder is written anew: compare it before reading it again; None: it can't be read."""
     folder = Path(target_path)
     try:
-        weights = WEIGHTS if (folder / WEIGHTS).exists() else INDEX
-        found = [(folder / name).stat() for name in (weights, CONFIG)]
+        paths = [folder / CONFIG, *([folder / INDEX] if (folder / INDEX).exists() else []), *files_of(folder)]
+        found = [path.stat() for path in paths]
     except (OSError, ValueError):
         return None
     return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found]

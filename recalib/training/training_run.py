@@ -27,6 +27,7 @@ from honed.recalib.drafter.checkpoint import (
     target_head_names,
 )
 from honed.recalib.drafter.drafter import Drafter
+from honed.recalib.registry.target_digest import digest_of_target
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.samples.selection import Selection
 from honed.recalib.samples.stretch import Stretch
@@ -124,8 +125,17 @@ class TrainingRun:
         hold_to(self._device, available)
 
     def load_head(self) -> None:
-        """Load the target's embedding and head, and an MTP head's experts, one tensor each for all drafters."""
-        self._head = load_target_head(self._request.target_path, self._config).to(self._device, self._shared_dtype)
+        """Load the target's embedding and head, and an MTP head's experts, one tensor each for all drafters.
+
+        Raises:
+            OperationError: another target has taken the place of the one that the samples are of.
+        """
+        path, wanted = self._request.target_path, self._request.target_sha256
+        if wanted and digest_of_target(path) not in ("", wanted):
+            raise OperationError(
+                f"{path} isn't what it was when vLLM loaded it: the samples are of the old target; restart vLLM, then try again"
+            )
+        self._head = load_target_head(path, self._config).to(self._device, self._shared_dtype)
 
     def load_drafter(self) -> Drafter:
         """Load the parent, with the loaded head: once to train it, once to compare with it."""

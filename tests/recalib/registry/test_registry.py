@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from honed.recalib.registry.access import User
 from honed.recalib.registry.manifest import Figures, is_for_target
 from honed.recalib.registry.registry import Manifest, Registry, RegistryConflictError, RegistryError
-from honed.recalib.registry.target_digest import digest_of_target
+from honed.recalib.registry.target_digest import digest_of_target, stamp_of_target
 from tests.tools import ROOT
 
 
@@ -165,6 +165,23 @@ def test_the_same_drafter_of_another_target_is_another_version(registry, drafter
     assert registry.import_checkpoint(drafter_folder, target_path=str(tuned)) == second
     assert registry.import_checkpoint(drafter_folder, target_path=str(base)) == first
     assert registry.import_checkpoint(drafter_folder) == first, "whose target nobody names"
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_target_that_took_anothers_place_is_another_one(registry, drafter_folder, tmp_path, is_sharded):
+    """In the same folder; its weights alone were written anew."""
+    target = make_target(tmp_path, "here")
+    weights = target / "model.safetensors"
+    if is_sharded:
+        weights = weights.rename(target / "model-1.safetensors")
+        names = load_file(weights).keys()
+        (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, weights.name)}))
+    made, stamp = registry.import_checkpoint(drafter_folder, target_path=str(target)), stamp_of_target(str(target))
+    assert is_for_target(made, str(target), digest_of_target(str(target)))
+    save_file({name: tensor + 1 for name, tensor in load_file(weights).items()}, weights)
+    assert stamp_of_target(str(target)) != stamp
+    assert not is_for_target(made, str(target), digest_of_target(str(target)))
+    assert registry.import_checkpoint(drafter_folder, target_path=str(target)) != made
 
 
 @pytest.mark.fault("a target in a folder that was moved")
