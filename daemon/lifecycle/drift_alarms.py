@@ -167,6 +167,8 @@ class DriftAlarms:
             return
         (operation, answered), self._answer = self._answer, None
         if operation.state != "failed":
+            if operation.state == "succeeded":
+                self._drop_answered(operation)
             self._keep()
             return
         for one in answered:
@@ -177,6 +179,15 @@ class DriftAlarms:
                 log.warning("drift stays unanswered", workload=one.alarm.workload, attempts=one.num_failed, error=one.hindrance)
             self._standing.setdefault((one.engine_id, one.alarm.workload), one)
         self._keep()
+
+    def _drop_answered(self, operation: Operation) -> None:
+        """Drop what other engines said of the version that has been replaced: a replica sees the same traffic drift."""
+        workloads = operation.detail.get("workloads")
+        for alarms in (self._standing, self._held):
+            for key, one in list(alarms.items()):
+                is_meant = not workloads or one.alarm.workload in workloads
+                if is_meant and one.alarm.drafter_version == operation.detail.get("parent"):
+                    del alarms[key]
 
     def drop_retired(self, connected: Collection[str], now_s: float) -> None:
         """Drop the alarms of engines that were away for `RETIRED_S`; `connected` has the ids of those that are there."""

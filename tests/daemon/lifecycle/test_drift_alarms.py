@@ -46,6 +46,21 @@ def test_each_workload_has_its_own_alarm_and_the_newest_counts() -> None:
     ]
 
 
+def test_replicas_that_saw_the_same_drift_need_no_recalibration_of_their_own() -> None:
+    alarms = DriftAlarms(PAUSE_S)
+    for engine_id in ("e", "f"):
+        for workload in ("b", "c"):
+            alarms.note(engine_id, alarm(workload))
+    alarms.note("g", replace(alarm("b"), drafter_version="v0002-y"))
+    alarms.hold("h", alarm("b"))
+    answer = replace(operation(), detail={"parent": "v0001-x", "workloads": ["b"]})
+    alarms.answered_by(answer, "e", ["b"], 0.0)
+    answer.state = "succeeded"
+    alarms.tick(1.0)
+    alarms.release(is_explained=False)
+    assert sorted((one.engine_id, one.alarm.workload) for one in alarms.due(1.0)) == [("e", "c"), ("f", "c"), ("g", "b")]
+
+
 def test_alarms_of_an_engine_that_is_gone_for_a_day_are_dropped() -> None:
     saved: list[str] = []
     alarms = DriftAlarms(PAUSE_S, saved.append)
