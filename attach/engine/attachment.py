@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from dataclasses import replace
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -102,6 +103,10 @@ class Attachment:
         """Requests of the last step, if a running one wasn't among them: its drafts will be forgotten."""
         self._plan: Plan | None = None
         self._busy = BusyFlag(settings.busy_path)
+        if self._busy.problem:
+            limit = f"the trainer can't see when this engine has requests, and may train beside them: {self._busy.problem}"
+            logger.warning("honed: %s; honed tries again", limit)
+            findings = replace(findings, limits=(*findings.limits, limit))
         self._log = StepLog()
         self._model_wait = ModelWait()
         self._recorder = StepRecorder(self._log)
@@ -193,6 +198,8 @@ class Attachment:
         if self.commands.is_asleep and not self._workers.is_attached:
             return  # the weights that the workers would look at aren't there
         self._has_news = False  # first: what comes from here on must not get lost
+        if self._busy.problem:
+            self._busy.make()
         if self._workers.attach():
             self._publisher.reintroduce()
         self._most_tokens = self._num_spec_tokens if "trees" in self._workers.findings.capabilities else self._chain_tokens

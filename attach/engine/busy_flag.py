@@ -5,12 +5,14 @@ trainer report how long it took to yield, and the steps what its work costs them
 while it lives, so a killed engine doesn't hold up training.
 
 The file is written with pwrite, not through a map: a map of a file that has shrunk, or of a full tmpfs, kills its process with
-SIGBUS. Its block is allocated at the start, so a full filesystem is an OSError there.
+SIGBUS. Its block is allocated at the start, so a full filesystem is an OSError there. Until there is a file, nothing is told.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import math
 import os
 import secrets
 import time
@@ -19,42 +21,76 @@ from pathlib import Path
 from honed.adapt.protocol.step_page import FLAG, NUM_BYTES, StepRow, offset_of, pack_row
 
 
+RETRY_S = 10.0
+"""Time between two tries to make the file."""
+
+
+def make_folder(folder: Path) -> None:
+    """Make an engine's folder. Its group, which is the daemon's and the trainer's, can read it whatever vLLM's umask is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(PermissionError):  # another user's, from an earlier run
+        folder.chmod(folder.stat().st_mode & 0o7777 | 0o750)
+
+
 class BusyFlag:
-    """Writer's side; `path` is made anew, readable by its owner and group. Raises OSError where there is no room for it.
+    """Writer's side; `path` is made anew, readable by its owner and group.
 
     It is a new file, since an engine that is stopping may still hold the old one's lock. It gets its name once it is locked: no
     link that somebody laid is followed, and no reader's look at the lock keeps us from taking it.
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-        self._descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
-        try:
-            os.posix_fallocate(self._descriptor, 0, NUM_BYTES)
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            temporary.rename(path)
-        except OSError:
-            temporary.unlink()
-            os.close(self._descriptor)
-            raise
+        self._path, self._descriptor = path, -1
         self._raised_ns = self._num_steps = 0
         self._is_busy, self._is_telling = False, True
+        self._retry_s = 0.0
+        self.problem = ""
+        """Reason why there is no file; "": there is one."""
+        self.make()
+
+    def make(self) -> None:
+        """Make the file if there is none. Tries at most every `RETRY_S`; what went wrong is in `problem`."""
+        if self._descriptor >= 0 or time.monotonic() < self._retry_s:
+            return
+        self._retry_s = time.monotonic() + RETRY_S
+        try:
+            self._make()
+        except OSError as error:
+            self.problem = f"{error.filename or self._path}: {error.strerror}"
+        else:
+            self.problem = ""
+
+    def _make(self) -> None:
+        make_folder(self._path.parent)
+        temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}")
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+        try:
+            os.fchmod(descriptor, 0o640)  # whatever umask vLLM runs under
+            os.posix_fallocate(descriptor, 0, NUM_BYTES)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.pwrite(descriptor, FLAG.pack(self._is_busy, self._raised_ns), 0)
+            temporary.rename(self._path)
+        except OSError:
+            temporary.unlink()
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
 
     def set(self, is_busy: bool) -> None:
         """Set whether there is work; free when that hasn't changed."""
-        if is_busy != self._is_busy and self._descriptor >= 0:
+        if is_busy != self._is_busy:
             self._is_busy = is_busy
             if is_busy:
                 self._raised_ns = time.monotonic_ns()
-            os.pwrite(self._descriptor, FLAG.pack(is_busy, self._raised_ns), 0)
+            if self._descriptor >= 0:
+                os.pwrite(self._descriptor, FLAG.pack(is_busy, self._raised_ns), 0)
 
     def note_step(self, end_ns: int, duration_us: int, tokens: int, requests: int, waiting: int, prefill_tokens: int) -> None:
         """Tell the trainer of a step; the arguments are those of `StepRow`. If it can't be written, none is told any more.
 
         In a step whose caches other work has emptied it takes 35 us, so it is done only where a trainer reads it.
         """
-        if not self._is_telling:
+        if not self._is_telling or self._descriptor < 0:
             return
         self._num_steps += 1
         row = StepRow(self._num_steps, end_ns, duration_us, tokens, requests, waiting, prefill_tokens)
@@ -68,6 +104,6 @@ class BusyFlag:
         try:
             self.set(False)
         finally:
-            descriptor, self._descriptor, self._is_telling = self._descriptor, -1, False
+            descriptor, self._descriptor, self._is_telling, self._retry_s = self._descriptor, -1, False, math.inf
             if descriptor >= 0:  # its number may be another file's by the time of a second call
                 os.close(descriptor)

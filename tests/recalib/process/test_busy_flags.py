@@ -176,13 +176,25 @@ assert flag.is_busy() == ({side!r} == "engine")
     assert done.returncode == 0, done.stderr
 
 
+def test_the_group_can_read_it_whatever_the_umask_is(tmp_path):
+    before = os.umask(0o077)
+    try:
+        BusyFlag(tmp_path / "e" / "busy")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "e").stat().st_mode & 0o777 == 0o750
+    assert (tmp_path / "e" / "busy").stat().st_mode & 0o777 == 0o640
+
+
 @pytest.mark.fault("a full tmpfs under the busy flag")
-def test_no_room_for_the_flag_is_an_error_that_the_engine_survives(tmp_path):
+def test_where_there_is_no_room_for_the_flag_it_is_made_later(tmp_path):
     """The file's block is taken when it is made: on a full tmpfs it is refused there, not at the first request."""
     script = f"""
 import errno, os
 from pathlib import Path
-from honed.attach.engine.busy_flag import BusyFlag
+from honed.attach.engine import busy_flag
+from honed.recalib.process.busy_flags import BusyFlagReader
+busy_flag.RETRY_S = 0.0
 folder = Path({str(tmp_path)!r})
 with open(folder / "filler", "wb", buffering=0) as filler:
     try:
@@ -190,12 +202,19 @@ with open(folder / "filler", "wb", buffering=0) as filler:
             pass
     except OSError as error:
         assert error.errno == errno.ENOSPC
-try:
-    BusyFlag(folder / "busy").set(True)
-except OSError as error:
-    assert error.errno == errno.ENOSPC
-else:
-    raise AssertionError("there was room")
+engine = busy_flag.BusyFlag(folder / "e" / "busy")
+assert os.strerror(errno.ENOSPC) in engine.problem
+engine.set(True)
+engine.note_step(1, 1, 1, 1, 0, 0)
+reader = BusyFlagReader(folder / "e" / "busy")
+assert not reader.is_busy()
+os.truncate(folder / "filler", 0)
+engine.make()
+assert not engine.problem
+assert reader.is_busy()
+engine.close()
+engine.make()
+assert not reader.is_busy()
 """
     command = f"mount -t tmpfs -o size=64k none {tmp_path} && exec {sys.executable} -c {shlex.quote(script)}"
     done = subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
