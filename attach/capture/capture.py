@@ -60,7 +60,7 @@ class Capturer:
         self.writer = RowWriter(make_ring)
         self.share = self._wanted_share = 0.0
         self.num_media = 0
-        """Requests that weren't captured since they bring images or other media: their tokens alone don't say what was read."""
+        """Requests that weren't captured since they bring media or embeddings: their tokens alone don't say what was read."""
         self._retry_at_s = 0.0
         self._drafter_version = ""
         self._requests: dict[str, CapturedRequest] = {}
@@ -117,7 +117,7 @@ class Capturer:
         digest = key_of(new.req_id, self._secret)
         if int.from_bytes(digest) / 2.0**64 >= self.share:
             return
-        if new.mm_features:
+        if new.mm_features or getattr(new, "prompt_embeds", None) is not None:
             self.num_media += 1
             return
         self._requests[new.req_id] = CapturedRequest(

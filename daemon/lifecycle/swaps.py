@@ -182,8 +182,8 @@ class Swaps:
         if self._rollout.trial is not None:
             return
         active = self._drafters.active
-        if not active or self._drafters.fault(active):
-            return
+        if self._drafters.fault(active):
+            active = ""
         # Those of a swap that goes on aren't at the active version yet, or no longer; the others needn't wait for its end.
         busy = {engine_id for sent in self._sent.values() for engine_id in sent.swap.engine_ids}
         for engine in self._engines.connected(now_s):
@@ -192,14 +192,21 @@ class Swaps:
             attempts = self._attempts.setdefault(engine.engine_id, _Attempts())
             if engine.live_version == active:
                 attempts.count = 0
-            elif engine.live_version and now_s >= attempts.next_s and self.fits(engine, active):
+            elif engine.live_version and now_s >= attempts.next_s and (wanted := self._wanted(engine, active)):
                 attempts.next_s = now_s + min(MAX_PAUSE_S, 2.0**attempts.count)
                 attempts.count += 1
-                log.info("engine isn't at the active version", engine_id=engine.engine_id, runs=engine.live_version)
+                log.info("engine isn't at its version", engine_id=engine.engine_id, runs=engine.live_version, wanted=wanted)
                 try:
-                    self.begin(active, [engine], self._log_reconciled)
+                    self.begin(wanted, [engine], self._log_reconciled)
                 except HonedError as error:
-                    log.error("the active version can't be used", version=active, error=str(error))
+                    log.error("a version can't be used", version=wanted, error=str(error))
+
+    def _wanted(self, engine: Engine, active: str) -> str:
+        """The version that an engine should run now: `active`, or else what it came with if it has lost its weights; ""."""
+        if active and self.fits(engine, active):
+            return active
+        own = engine.boot.own_version
+        return own if engine.live_version == wire.LOST_DRAFTER and own and self.fits(engine, own) else ""
 
     def fits(self, engine: Engine, version: str, *, takes_over: bool = False, awake: bool = True) -> bool:
         """True if an engine can take a version now: it can swap, is awake, and serves the version's target with its method.
@@ -235,7 +242,7 @@ class Swaps:
     @staticmethod
     def _log_reconciled(swap: Swap) -> None:
         if not swap.failures:
-            log.info("engine is at the active version again", engine_id=swap.engine_ids[0], version=swap.version)
+            log.info("engine is at its version again", engine_id=swap.engine_ids[0], version=swap.version)
 
 
 def failure_text(swap: Swap) -> str:

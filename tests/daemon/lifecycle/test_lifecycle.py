@@ -194,6 +194,20 @@ def test_what_vllm_threw_away_in_its_sleep_is_brought_back(stage: Stage) -> None
     stage.engine.serve(lambda: stage.engine.live_version == stage.first, "the active version", rounds=0)
 
 
+def test_an_engine_that_lost_its_weights_gets_its_own_back_where_the_active_ones_arent_for_it(stage: Stage) -> None:
+    new = stage.version(1.0)
+    with stage.service.lock:
+        stage.service.drafters.move({"active": new})
+        stage.service.engines.by_id["engine-0"].boot.own_version = stage.first
+    own = stage.service.drafters.is_for
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage.service.drafters, "is_for", lambda version, hello: version != new and own(version, hello))
+        stage.engine.send_status(drafter_version="lost")
+        wait_for(lambda: stage.client.get("/v1/engines").json()[0]["drafter_version"] == "lost", "the status")
+        stage.engine.serve(lambda: stage.engine.swaps, "the swap", rounds=0)
+    assert stage.engine.live_version == stage.first
+
+
 def test_weights_that_came_through_vllms_own_endpoint_are_left_alone(stage: Stage) -> None:
     """Until an operator promotes a version: then they are overwritten, and the engine follows again."""
     stage.engine.send_status(drafter_version="foreign")
@@ -228,6 +242,7 @@ def test_a_recalibration_is_tried_out_on_live_traffic_and_promoted(stage: Stage)
     stage.engine.expect(wire.Policy, lambda policy: policy.capture_share == 1.0)
     stage.trainer.send(wire.TrainerStatus(trainer_id="trainer-0", state="training", operation_id=operation_id, steps=7))
     wait_for(lambda: stage.operation(operation_id)["stage"] == "training", "the stage")
+    stage.engine.expect(wire.Policy, lambda policy: policy.capture_share < 1.0)  # it waits for no samples any more
     new = stage.version(1.0)
     stage.trainer.send(wire.TrainResult(operation_id=operation_id, ok=True, version=new, steps=9))
     stage.engine.acceptance = {stage.first: 0.4, new: 0.7}
