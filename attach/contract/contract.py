@@ -132,7 +132,10 @@ EVENTS: tuple[Clause, ...] = (
         ("num_scheduled_tokens", "total_num_scheduled_tokens", "scheduled_spec_decode_tokens", "num_invalid_spec_tokens"),
     ),
     Attributes("v1/outputs.py", "ModelRunnerOutput", ("sampled_token_ids", "req_id_to_index")),
-    Attributes("v1/request.py", "Request", ("request_id", "sampling_params", "num_tokens", "num_computed_tokens")),
+    Attributes(
+        "v1/request.py", "Request", ("request_id", "sampling_params", "num_tokens", "num_computed_tokens", "lora_request")
+    ),
+    Attributes("lora/request.py", "LoRARequest", ("lora_name",)),
     Attributes("sampling_params.py", "SamplingParams", ("extra_args", "temperature")),
     Attributes(
         "config/vllm.py",

@@ -145,7 +145,8 @@ class Attachment:
     @guarded
     def request_added(self, request: Any) -> None:
         """Take in a new request: the engine is busy from here on."""
-        labels, tracked = self._requests.add(request.request_id, request.sampling_params, request.num_tokens)
+        adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+        labels, tracked = self._requests.add(request.request_id, request.sampling_params, request.num_tokens, adapter)
         self._recorder.started(request.request_id, tracked)
         most = labels.max_draft_tokens
         if self._chain_tokens < self._num_spec_tokens and needs_chain(request.sampling_params):

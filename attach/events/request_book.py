@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from honed.adapt.protocol.fields import MAX_TEMPERATURE
-from honed.adapt.protocol.workloads import WorkloadNames
+from honed.adapt.protocol.workloads import DEFAULT_WORKLOAD, MAX_LABEL_CHARS, WorkloadNames
 from honed.attach.events.labels import WORKLOAD, Labels, read_labels
 
 
@@ -40,13 +40,20 @@ class RequestBook:
         """Request id -> its workload."""
         self.workloads = WorkloadNames(is_in_use=lambda name: name in self._running.values())
 
-    def add(self, request_id: str, sampling_params: Any, num_prompt_tokens: int = 0) -> tuple[Labels, Tracked]:
-        """Add a request; return its labels, with a workload of a bounded set, and its entry for the log."""
+    def add(
+        self, request_id: str, sampling_params: Any, num_prompt_tokens: int = 0, adapter: str = ""
+    ) -> tuple[Labels, Tracked]:
+        """Add a request; return its labels, with a workload of a bounded set, and its entry for the log.
+
+        Args:
+            adapter: name of the LoRA adapter that answers it, which is its workload unless the client named one; "": none.
+        """
         labels = read_labels(sampling_params)
-        if (workload := self.workloads(labels.workload, self._monotonic())) != labels.workload:
+        named = adapter[:MAX_LABEL_CHARS] if adapter and labels.workload == DEFAULT_WORKLOAD else labels.workload
+        if (workload := self.workloads(named, self._monotonic())) != labels.workload:
             labels = replace(labels, workload=workload)
             # The workers read the label here, for the samples.
-            sampling_params.extra_args = {**sampling_params.extra_args, WORKLOAD: workload}
+            sampling_params.extra_args = {**(sampling_params.extra_args or {}), WORKLOAD: workload}
         given = float(sampling_params.temperature) if sampling_params is not None else 0.0
         temperature = min(max(0.0, given), MAX_TEMPERATURE)  # in this order NaN, which vLLM takes, becomes 0
         self._running[request_id] = workload

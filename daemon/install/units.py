@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -90,13 +91,24 @@ def texts(place: Place) -> dict[str, tuple[str, bool]]:
         "/etc/honed/honed.env": ("honed.env", True),
         "/etc/honed/honed.toml": ("honed.toml", True),
     }
-    if place.vllm_unit:
-        wanted[f"{units}/{place.vllm_unit}.d/honed.conf"] = ("vllm-honed.conf", False)
     command = f"{DEFAULT_PREFIX}/bin/honed"
-    return {
+    found = {
         path: ((SOURCES / name).read_text().replace(command, f"{place.prefix}/bin/honed"), is_theirs)
         for path, (name, is_theirs) in wanted.items()
     }
+    if place.vllm_unit:
+        found[f"{units}/{place.vllm_unit}.d/honed.conf"] = (drop_in(place.vllm_unit), False)
+    return found
+
+
+def drop_in(vllm_unit: str) -> str:
+    """What a vLLM unit gets. One with another name than usual gets an engine id of its own, since a host may have several."""
+    text = (SOURCES / "vllm-honed.conf").read_text().replace("vllm.service", vllm_unit)
+    if vllm_unit == "vllm.service":
+        return text
+    stem = vllm_unit.removesuffix(".service")
+    engine_id = re.sub(r"[^A-Za-z0-9_.-]", "-", stem) + ("%i" if stem.endswith("@") else "")
+    return f'{text}Environment="HONED_ENGINE_ID={engine_id}"\n'
 
 
 def plan(place: Place) -> list[Item]:
@@ -182,8 +194,9 @@ def remove(place: Place, items: list[Item]) -> list[str]:
 
 
 def has_unit(place: Place, name: str) -> bool:
-    """True if a unit of that name is installed."""
-    return any(place.at(f"{folder}/{name}").exists() for folder in UNIT_FOLDERS)
+    """True if a unit of that name is installed, or the template that it is an instance of."""
+    names = {name, re.sub(r"@.*(?=\.service$)", "@", name)}
+    return any(place.at(f"{folder}/{one}").exists() for folder in UNIT_FOLDERS for one in names)
 
 
 def obstacles(place: Place) -> Iterator[str]:

@@ -43,6 +43,15 @@ def test_finished_requests_make_room_for_new_labels_and_running_ones_keep_theirs
     assert book.workloads.num_pooled == 39
 
 
+def test_an_adapters_requests_are_a_workload_unless_the_client_named_one() -> None:
+    book = RequestBook()
+    plain, named = SimpleNamespace(temperature=0.0, extra_args=None), params(honed_workload="chat")
+    assert book.add("a", plain, adapter="sql")[0].workload == "sql"
+    assert read_labels(plain).workload == "sql", "the workers read it for the samples"
+    assert book.add("b", named, adapter="sql")[0].workload == "chat"
+    assert book.add("c", params())[0].workload == DEFAULT_WORKLOAD
+
+
 @pytest.mark.fault("labels that run out")
 def test_the_workers_read_the_name_that_the_events_have() -> None:
     book = RequestBook()

@@ -170,6 +170,9 @@ def test_without_vllms_unit_there_is_no_drop_in(run: Run, root: Path) -> None:
     assert DROP_IN not in states(run("install", "--json"))
     assert DROP_IN in states(run("install", "--json", "--vllm-unit", "vllm"))
     assert "etc/systemd/system/llm@0.service.d/honed.conf" in states(run("install", "--json", "--vllm-unit", "llm@0.service"))
+    assert "HONED_ENGINE_ID" not in units.drop_in("vllm.service"), "the one engine of a host needs no name"
+    for name, engine_id in (("llm", "llm"), ("vllm@", "vllm-%i"), ("vllm@a-1", "vllm-a-1")):
+        assert f'Environment="HONED_ENGINE_ID={engine_id}"' in units.drop_in(f"{name}.service").splitlines()
     for name in ("../x", "a/b.service", "x y"):
         assert run("install", "--vllm-unit", name).exit_code == 2
 
