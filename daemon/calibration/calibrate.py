@@ -49,7 +49,7 @@ class Needed:
     """A training's needs by the daemon's settings, and the engine's kind of captures."""
 
     scope: str
-    min_rows: int
+    min_tokens: int
     min_sessions: int
     held_out_share: float
 
@@ -116,7 +116,7 @@ def look(client: AdminClient, engine_id: str, scope: str) -> Needed:
         )
     return Needed(
         scope or ("full" if captures == {"layers"} else "kv-frozen"),
-        int(config["trainer"]["min_training_rows"]),
+        int(config["trainer"]["min_training_tokens"]),
         int(config["gate"]["min_sessions"]),
         float(config["trainer"]["held_out_share"]),
     )
@@ -147,11 +147,11 @@ def fitting(
 def check_enough(found: Fitting, max_tokens: int, needed: Needed) -> None:
     """Refuse too few prompts for training and comparison. Raises CalibrationError."""
     sessions = len({prompt.session for prompt in found.prompts})
-    rows = int((found.tokens + len(found.prompts) * max_tokens) * (1.0 - needed.held_out_share))
-    if rows < needed.min_rows:
+    tokens = int(len(found.prompts) * max_tokens * (1.0 - needed.held_out_share))
+    if tokens < needed.min_tokens:
         raise CalibrationError(
-            f"{len(found.prompts)} prompts give at most {rows:,} tokens for training, {needed.min_rows:,} are needed",
-            cure="Give more prompts, or a larger --max-tokens; trainer.min_training_rows is the minimum.",
+            f"{len(found.prompts)} prompts give at most {tokens:,} tokens for training, {needed.min_tokens:,} are needed",
+            cure="Give more prompts, or a larger --max-tokens; trainer.min_training_tokens is the minimum.",
             exit_code=EXIT_USAGE,
         )
     if sessions * needed.held_out_share < needed.min_sessions:

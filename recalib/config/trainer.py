@@ -119,10 +119,10 @@ class TrainerSettings(SampleSettings):
     """Candidates judged in turn, as shares of the way from the parent to the trained weights, while each gains where it must
     and loses too much elsewhere."""
 
-    min_training_rows: int = 4096
-    """Rows needed before training begins, from the workloads that must gain (from all, if none is named)."""
+    min_training_tokens: int = 4096
+    """Emitted tokens needed before training begins, of the workloads that must gain (of all, if none is named)."""
     collect_s: float = 600.0
-    """Longest wait for `min_training_rows`."""
+    """Longest wait for `min_training_tokens`."""
     deadline_s: float = 3600.0
     """Longest time of an operation outside its training: waiting for samples and for idle time, gating, writing. Time while
     training is paused doesn't count."""
@@ -150,7 +150,7 @@ class TrainerSettings(SampleSettings):
         "max_duty": Range(0, 1, excludes_low=True),
         "latency_budget": Range(0, 0.5, excludes_low=True),
         "p99_budget": Range(0, 10, excludes_low=True),
-        "min_training_rows": Range(0),
+        "min_training_tokens": Range(0),
         **dict.fromkeys(("collect_s", "deadline_s"), SECONDS),
         "max_gate_rows": COUNT,
         **dict.fromkeys(("status_interval_s", "tick_s"), Range(0, 60, excludes_low=True)),

@@ -101,7 +101,6 @@ def evaluate_in_parts(
     """
     packed = pack([sample])
     anchors = eligible_anchors(packed, num_draft_tokens)
-    anchors = anchors[anchors >= sample.num_prompt_tokens]
     if not len(anchors):
         return None
     labels = block_labels(packed.token_ids, anchors, num_draft_tokens)

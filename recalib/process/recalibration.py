@@ -132,7 +132,7 @@ class Recalibration:
         run = self._run = TrainingRun(
             self.request, self._settings, parent_dir, self._feed, self.progress, self._working_s, self._state_dir
         )
-        request, is_usable = self.request, self._usable(parent, run.vocab_size)
+        request, is_usable = self.request, self._usable(parent, run.vocab_size, run.num_draft_tokens)
         samples = Selection(self._feed.store, is_usable, request.workloads, request.since_s)
         run.check_memory()
         while missing := self._missing(samples):
@@ -220,16 +220,17 @@ class Recalibration:
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
-    def _usable(self, parent: Manifest, vocab_size: int) -> Callable[[Stretch], bool]:
+    def _usable(self, parent: Manifest, vocab_size: int, num_draft_tokens: int) -> Callable[[Stretch], bool]:
         """Fused features are meaningful only to drafters with the same `fc` and `hidden_norm` as the one that made them.
 
-        A token outside the vocabulary would end the training, and on a GPU the process.
+        A token outside the vocabulary would end the training, and on a GPU the process. An answer without a whole block
+        teaches and shows nothing.
         """
         same = {m.version for m in self._registry.versions() if m.context_sha256 == parent.context_sha256}
 
         def is_usable(stretch: Stretch) -> bool:
             is_known = not self._feed.is_fused or not stretch.drafter_version or stretch.drafter_version in same
-            return is_known and bool(stretch.token_ids.max(initial=0) < vocab_size)
+            return is_known and stretch.num_judged > num_draft_tokens and bool(stretch.token_ids.max(initial=0) < vocab_size)
 
         return is_usable
 
@@ -237,9 +238,9 @@ class Recalibration:
         """List what is still needed before training can begin; "" if nothing is."""
         wanted = self.request.workloads or samples.workloads()
         lacks = []
-        rows = sum(s.num_rows for w in wanted for s in samples.stretches(w, False))
-        if rows < self._settings.min_training_rows:
-            lacks.append(f"{rows} of {self._settings.min_training_rows} rows")
+        tokens = sum(s.num_judged for w in wanted for s in samples.stretches(w, False))
+        if tokens < self._settings.min_training_tokens:
+            lacks.append(f"{tokens} of {self._settings.min_training_tokens} emitted tokens")
         held = {w: {s.session for s in self._held_out(w, samples)} for w in wanted}
         if not self.request.workloads:
             held = {"": set().union(*held.values())}
@@ -256,8 +257,7 @@ class Recalibration:
         """
         sessions: dict[str, list[Stretch]] = {}
         for stretch in samples.stretches(workload, True):
-            if stretch.num_judged:
-                sessions.setdefault(stretch.session, []).append(stretch)
+            sessions.setdefault(stretch.session, []).append(stretch)
         chosen: list[Stretch] = []
         num_rows = 0
         in_order = sorted(sessions, key=lambda s: hashlib.blake2b(s.encode(errors="replace")).digest())

@@ -1,7 +1,7 @@
 """Detection of degenerate loops, which are kept out of the samples.
 
 When a model repeats one n-gram endlessly, any drafter that has seen the loop drafts it almost perfectly. Training on it teaches
-the loop, and judging on it flatters. A row belongs to a loop of period p when it lies in a run of rows with token[i] = token[i
+the loop, and judging on it flatters. A loop in a prompt does no harm: it is only read. A row belongs to a loop of period p when it lies in a run of rows with token[i] = token[i
 - p] of at least `min_loop_rows` and at least two whole further periods. The first period isn't part of the run: without
 repetition it is ordinary text.
 """
@@ -29,7 +29,8 @@ def loop_rows(token_ids: NDArray[np.int32], max_period: int, min_loop_rows: int)
     return is_loop
 
 
-def longest_varied_stretch(token_ids: NDArray[np.int32], max_period: int, min_loop_rows: int) -> slice:
-    """Find the longest run of rows without a loop (the first of equal ones); empty if there is none."""
-    runs = runs_of(~loop_rows(token_ids, max_period, min_loop_rows))
-    return max(runs, key=lambda run: run.stop - run.start, default=slice(0, 0))
+def longest_varied_stretch(token_ids: NDArray[np.int32], begin: int, max_period: int, min_loop_rows: int) -> slice:
+    """Find the longest run of rows from `begin` on without a loop (the first of equal ones); empty if there is none."""
+    runs = runs_of(~loop_rows(token_ids, max_period, min_loop_rows)[begin:])
+    longest = max(runs, key=lambda run: run.stop - run.start, default=slice(0, 0))
+    return slice(begin + longest.start, begin + longest.stop)

@@ -55,6 +55,7 @@ class PackedSamples:
     token_ids: Tensor  # [T]
     positions: Tensor  # [T]
     segments: Tensor  # [T] int64, sample of each row
+    is_emitted: Tensor  # [T] bool, whether the target emitted the token: the others are a prompt's
     is_fused: bool
     target_hidden: Tensor | None = None  # [T, H_target]
 
@@ -64,10 +65,10 @@ class PackedSamples:
         return torch.searchsorted(self.segments, torch.arange(int(self.segments[-1]) + 1))
 
     def to(self, device: torch.device) -> PackedSamples:
-        """Copy to a device."""
+        """Copy to a device, but for what anchors are chosen by."""
         hidden = self.target_hidden.to(device, non_blocking=True) if self.target_hidden is not None else None
         moved = [t.to(device, non_blocking=True) for t in (self.features, self.token_ids, self.positions, self.segments)]
-        return PackedSamples(moved[0], moved[1], moved[2], moved[3], self.is_fused, hidden)
+        return PackedSamples(moved[0], moved[1], moved[2], moved[3], self.is_emitted, self.is_fused, hidden)
 
 
 def pack(samples: list[TrainingSample]) -> PackedSamples:
@@ -86,6 +87,7 @@ def pack(samples: list[TrainingSample]) -> PackedSamples:
         token_ids=torch.cat([sample.token_ids for sample in samples]),
         positions=torch.cat([sample.positions for sample in samples]),
         segments=torch.cat([torch.full((sample.num_tokens,), i) for i, sample in enumerate(samples)]),
+        is_emitted=torch.cat([torch.arange(sample.num_tokens) >= sample.num_prompt_tokens for sample in samples]),
         is_fused=samples[0].is_fused,
         target_hidden=torch.cat(hidden) if len(hidden) == len(samples) else None,
     )

@@ -8,7 +8,10 @@ The rules, all by position within one request:
     it repeats positions with other tokens         the later record is right: the stretch is cut there, the record appended
     it begins later, earlier, or has FLAG_GAP      the stretch ends, another one begins
     another drafter version                        likewise: its features may mean something else
-    the stretch would grow beyond `max_rows`       likewise: a truncated context with absolute positions is a sound sample
+    the stretch would grow beyond `max_rows`       likewise, but the next one begins with the last rows of this one, as context
+
+So the first tokens of an answer to a long prompt have the end of the prompt before them. Only the rows of a prompt that is read
+are dropped: a truncated context with absolute positions is a sound sample.
 """
 
 from __future__ import annotations
@@ -63,6 +66,15 @@ class _Open:
         self.num_prompt_tokens = min(self.num_prompt_tokens, self.num_rows)
         self.breaks = [p for p in self.breaks if p < position]
         self.is_rejected = False
+
+    def keep_as_context(self, num_rows: int) -> None:
+        """Keep the last rows alone, as context of what follows."""
+        dropped = max(self.num_rows - num_rows, 0)
+        self.token_ids = [np.concatenate(self.token_ids)[dropped:]]
+        self.features = [np.concatenate(self.features)[dropped:].copy()]
+        self.first += dropped
+        self.num_rows -= dropped
+        self.num_prompt_tokens, self.breaks = self.num_rows, []
 
     def append(self, record: RingRecord, skip: int) -> None:
         ids, features = record.token_ids[skip:], record.features[skip:]
@@ -126,8 +138,17 @@ class SessionAssembler:
             current = _Open(*given, self._clock())
             self._open[record.request] = current
         self._open.move_to_end(record.request)
-        before = current.num_bytes
-        self._append(current, record)
+        before, overlap = current.num_bytes, self._settle_overlap(current, record)
+        num_rows = current.num_rows + len(record.token_ids) - overlap
+        if num_rows > self._max_rows and current.num_rows:
+            if current.num_rows > current.num_prompt_tokens:
+                yield current.close()
+                current.taken_s = self._clock()
+            current.keep_as_context(self._max_rows // 2)
+        if overlap < len(record.token_ids):
+            current.append(record, overlap)
+        if current.num_rows > self._max_rows and current.num_rows == current.num_prompt_tokens:
+            current.keep_as_context(self._max_rows // 2)
         self._open_bytes += current.num_bytes - before
         while len(self._open) > self._max_open or (self._open_bytes > self._max_open_bytes and len(self._open) > 1):
             yield from self._close(next(iter(self._open)))  # its end was lost, or it is inactive
@@ -149,24 +170,22 @@ class SessionAssembler:
             (record.flags & FLAG_GAP and not is_known)
             or not current.first <= record.first_position <= current.end
             or record.drafter_version != current.drafter_version
-            or record.first_position + len(record.token_ids) - current.first > self._max_rows
         )
 
     @staticmethod
     def _repeats(current: _Open, record: RingRecord, overlap: int) -> bool:
         return np.array_equal(current.held_ids(record.first_position, overlap), record.token_ids[:overlap])
 
-    def _append(self, current: _Open, record: RingRecord) -> None:
+    def _settle_overlap(self, current: _Open, record: RingRecord) -> int:
+        """Make the stretch end where the record, or its remaining rows, begin; return how many rows of it are held already."""
         overlap = min(current.end - record.first_position, len(record.token_ids))
         if overlap > 0:
             if self._repeats(current, record, overlap):
                 self.duplicate_rows += overlap
-            else:
-                self.replaced_rows += current.end - record.first_position
-                current.cut_at(record.first_position)
-                overlap = 0
-        if overlap < len(record.token_ids):
-            current.append(record, overlap)
+                return overlap
+            self.replaced_rows += current.end - record.first_position
+            current.cut_at(record.first_position)
+        return 0
 
     def _close(self, request: str) -> Iterator[Stretch]:
         current = self._open.pop(request, None)

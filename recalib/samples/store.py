@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -37,16 +38,19 @@ class SampleStore:
         """Stretches "kept", "short", "evicted", and rows "repetitive"."""
 
     def add(self, stretch: Stretch) -> bool:
-        """Add a stretch without its loops; return False if too little is left of it."""
-        settings = self.settings
-        varied = longest_varied_stretch(stretch.token_ids, MAX_LOOP_PERIOD, MIN_LOOP_ROWS)
+        """Add a stretch up to the end of its longest part without a loop; return False if too little is left of it.
+
+        What comes before that part is context for it, like a prompt, and isn't learned.
+        """
+        settings, num_emitted = self.settings, stretch.num_judged
+        varied = longest_varied_stretch(stretch.token_ids, stretch.num_prompt_tokens, MAX_LOOP_PERIOD, MIN_LOOP_ROWS)
         num_varied = varied.stop - varied.start
-        self.counts["repetitive"] += stretch.num_rows - num_varied
-        if num_varied < settings.min_rows or num_varied * 2 < stretch.num_rows:
+        self.counts["repetitive"] += num_emitted - num_varied
+        if not num_varied or num_varied * 2 < num_emitted or varied.stop < settings.min_rows:
             self.counts["short"] += 1
             return False
-        if num_varied < stretch.num_rows:
-            stretch = stretch.cut(varied)
+        if num_varied < num_emitted:
+            stretch = replace(stretch.cut(slice(0, varied.stop)), num_prompt_tokens=varied.start)
         key = self.key_of(stretch)
         stratum = self._strata.setdefault(key, Stratum(self._rng))
         stratum.add(stretch)

@@ -229,7 +229,7 @@ class MicroTrainer:
         k = config.num_draft_tokens
         eligible = eligible_anchors(packed, k)
         if not len(eligible):
-            raise ValueError(f"no sample has {k + 2} tokens, so none holds a whole block")
+            raise ValueError(f"no sample has {k + 1} emitted tokens after a context, so none holds a whole block")
         rows = break_anchors(samples, k) if preferred is None else preferred
         anchors = choose_anchors(eligible, settings.anchors_per_micro_step, rows, settings.break_share, generator)
         labels = block_labels(packed.token_ids, anchors, k)

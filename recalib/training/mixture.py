@@ -77,7 +77,9 @@ class WorkloadMix:
         return chosen[int(self._rng.integers(len(chosen)))]
 
     def _window(self, stretch: Stretch, rows: int) -> Stretch:
+        """Cut a long stretch. Half of the rows are emitted ones, if there are so many: only these are learned."""
         if stretch.num_rows <= rows:
             return stretch
-        start = int(self._rng.integers(stretch.num_rows - rows + 1))
-        return stretch.cut(slice(start, start + rows))
+        first_end = max(stretch.num_prompt_tokens + min(stretch.num_judged, rows // 2), rows)
+        end = int(self._rng.integers(first_end, stretch.num_rows + 1))
+        return stretch.cut(slice(end - rows, end))

@@ -27,7 +27,7 @@ from pathlib import Path
 from honed.recalib.gate.gate import GateSettings
 from honed.recalib.process.trainer import run
 from honed.recalib.config.trainer import TrainerSettings
-settings = TrainerSettings(nice=1, torch_threads=1, learning_rate=5e-3, min_training_rows=2000, max_steps=400,
+settings = TrainerSettings(nice=1, torch_threads=1, learning_rate=5e-3, min_training_tokens=2000, max_steps=400,
                            rows_per_micro_step=160, status_interval_s=0.2, micro_steps_per_update=1, save_state_s=0.5)
 run(settings, sys.argv[1], gate=GateSettings(min_sessions=3, confidence=0.8), state_dir=Path(sys.argv[2]))
 """

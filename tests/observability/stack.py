@@ -176,7 +176,7 @@ def running(folder: Path, runtime_dir: Path) -> Iterator[Stack]:
         "http": {"metrics_listen": listen},
         "controller": {"capture_share": 1.0},
         "recalibration": {"automatic": False, "max_seconds": 60.0},
-        "trainer": {"max_steps": 400, "min_training_rows": 512},
+        "trainer": {"max_steps": 400, "min_training_tokens": 512},
     }
     config.write_text(toml(settings))
     start_s = time.time()

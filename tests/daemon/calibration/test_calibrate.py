@@ -100,6 +100,7 @@ def site(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     with ExitStack() as stack, serving_model() as model:
         stack.callback(structlog.reset_defaults)
         flags = {"paths": paths, "http": {"metrics_listen": ""}, "events": {"engine_lost_s": 300.0}}
+        flags["trainer"] = {"min_training_tokens": 1000}
         start(load(None, flags), stack)
         engine = ServingEngine(paths["runtime_dir"] / "engine.sock", checkpoint=str(folder / "drafter"))
         stack.callback(engine.close)
@@ -189,9 +190,9 @@ def test_too_few_prompts_are_refused_before_any_is_played(site: Site) -> None:
     few = site.run("--limit", 12)
     assert few.exit_code == 2
     assert "a comparison needs 6" in few.stderr
-    short = site.run("--max-tokens", 1, "--limit", 20)
+    short = site.run("--max-tokens", 20)
     assert short.exit_code == 2
-    assert "at most 3,232 tokens for training, 4,096 are needed" in short.stderr
+    assert "at most 640 tokens for training, 1,000 are needed" in short.stderr
     assert site.model.asked == []
 
 

@@ -24,7 +24,7 @@ from honed.recalib.training.training_run import TrainingRun
 from tests.recalib.toy_traffic import WIDTH, make_pair, tokens, write_sessions
 
 SETTINGS = TrainerSettings(
-    min_training_rows=1000, max_steps=300, rows_per_micro_step=120, learning_rate=5e-3, micro_steps_per_update=1
+    min_training_tokens=1000, max_steps=300, rows_per_micro_step=120, learning_rate=5e-3, micro_steps_per_update=1
 )
 
 
@@ -170,7 +170,7 @@ def test_says_what_is_missing_when_samples_do_not_come(site):
     site.now_s = SETTINGS.collect_s + 1
     result = site.finish(operation)
     assert not result.ok
-    assert "of 1000 rows" in result.error
+    assert "of 1000 emitted tokens" in result.error
     assert "held-out sessions of workload 'b'" in result.error
     assert "capture_share" in result.error
 
@@ -450,7 +450,7 @@ def test_a_training_that_diverges_says_so(site):
     """A candidate that was ruined isn't one that gained too little."""
     write_sessions(site.ring, "b", 40)
     good = site.finish(site.begin()).version
-    result = site.finish(site.begin(replace(SETTINGS, learning_rate=1.0), parent_version=good, max_steps=100))
+    result = site.finish(site.begin(replace(SETTINGS, learning_rate=1.0, warmup_updates=1), parent_version=good, max_steps=40))
     assert not result.ok
     fell = r"the acceptance length fell from \d+\.\d+ to \d+\.\d+ on workload 'b'"
     said = rf"training diverged: {fell}; lower trainer\.learning_rate \(1\)"

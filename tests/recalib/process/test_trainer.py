@@ -55,7 +55,7 @@ def make_trainer(
 ) -> tuple[Trainer, wire.TrainRequest]:
     """A trainer that has samples, and what to ask of it."""
     settings = TrainerSettings(
-        min_training_rows=1000,
+        min_training_tokens=1000,
         max_steps=STEPS,
         rows_per_micro_step=120,
         micro_steps_per_update=1,

@@ -90,7 +90,7 @@ def site(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
     settings = TrainerSettings(
         torch_threads=1,
         learning_rate=5e-3,
-        min_training_rows=2000,
+        min_training_tokens=2000,
         max_steps=100_000,
         rows_per_micro_step=160,
         status_interval_s=0.05,

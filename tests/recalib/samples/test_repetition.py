@@ -18,20 +18,26 @@ def test_loop_in_the_middle_is_cut_out(period):
     assert is_loop[150 + period : 150 + len(loop)].all()
     assert not is_loop[: 150 + period].any()  # said once, it is text
     assert not is_loop[150 + len(loop) :].any()
-    assert longest_varied_stretch(ids, 16, 32) == slice(150 + len(loop), len(ids))
+    assert longest_varied_stretch(ids, 0, 16, 32) == slice(150 + len(loop), len(ids))
+
+
+def test_only_what_follows_counts():
+    ids = np.concatenate([TEXT[:300], np.full(60, 9, np.int32), TEXT[:40]])
+    assert longest_varied_stretch(ids, 310, 16, 32) == slice(360, 400)
+    assert longest_varied_stretch(ids, 400, 16, 32) == slice(400, 400)
 
 
 def test_text_without_loops_stays_whole():
-    assert longest_varied_stretch(TEXT, 16, 32) == slice(0, 400)
+    assert longest_varied_stretch(TEXT, 0, 16, 32) == slice(0, 400)
 
 
 def test_short_repeats_are_text():
     ids = np.concatenate([TEXT[:50], np.full(20, 9, np.int32), TEXT[50:100]])
-    assert longest_varied_stretch(ids, 16, 32) == slice(0, 120)
+    assert longest_varied_stretch(ids, 0, 16, 32) == slice(0, 120)
 
 
 def test_nothing_but_a_loop_leaves_one_period():
-    assert longest_varied_stretch(np.tile(np.arange(3, dtype=np.int32), 100), 16, 32) == slice(0, 3)
+    assert longest_varied_stretch(np.tile(np.arange(3, dtype=np.int32), 100), 0, 16, 32) == slice(0, 3)
 
 
 def test_a_longer_period_than_looked_for_is_text():
@@ -42,6 +48,6 @@ def test_a_longer_period_than_looked_for_is_text():
 def test_what_is_left_holds_no_loop(ids, max_period, min_rows):
     array = np.array(ids, np.int32)
     is_loop = loop_rows(array, max_period, min_rows)
-    stretch = longest_varied_stretch(array, max_period, min_rows)
+    stretch = longest_varied_stretch(array, 0, max_period, min_rows)
     assert not is_loop[stretch].any()
     assert stretch.stop - stretch.start <= (~is_loop).sum()

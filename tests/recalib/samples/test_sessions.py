@@ -1,6 +1,7 @@
 """Records become contiguous stretches; what doesn't fit together never does."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,9 +117,25 @@ def test_new_drafter_version_begins_another_stretch():
     assert [s.drafter_version for s in stretches] == ["v", "v2"]
 
 
-def test_long_requests_are_split():
-    _, stretches = assemble(*(record(3 * i, [1, 2, 3]) for i in range(10)), end(), max_rows=9)
-    assert [(s.first_position, s.num_rows) for s in stretches] == [(0, 9), (9, 9), (18, 9), (27, 3)]
+def test_long_answers_are_split_and_each_part_has_context():
+    _, stretches = assemble(*(record(3 * i, [1, 2, 3], FLAG_REJECTED) for i in range(8)), end(), max_rows=9)
+    places = [(s.first_position, s.num_rows, s.num_prompt_tokens) for s in stretches]
+    assert places == [(0, 9, 0), *((first, 7, 4) for first in (5, 8, 11, 14, 17))]
+    assert [s.breaks for s in stretches[:3]] == [(3, 6), (9,), (12,)]
+    for stretch in stretches:
+        check(stretch)
+
+
+@pytest.mark.parametrize("num_rows", [3, 25])
+def test_the_answer_to_a_long_prompt_has_the_prompts_end_before_it(num_rows):
+    """However long its chunks are, and wherever the last one ends."""
+    prompt = [record(first, range(first, first + num_rows), FLAG_PREFILL) for first in range(0, 75, num_rows)]
+    assembler, (stretch,) = assemble(*prompt, record(75, [75, 76]), record(77, [77]), end(), max_rows=12)
+    assert stretch.num_judged == 3
+    assert 6 <= stretch.num_prompt_tokens <= 9
+    assert stretch.first_position + stretch.num_rows == 78
+    check(stretch)
+    assert assembler.open_bytes == 0
 
 
 def test_requests_do_not_mix():

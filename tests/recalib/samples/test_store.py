@@ -107,6 +107,29 @@ def test_short_and_repetitive_stretches_are_kept_out():
     (kept,) = held.stretches("w", HOLD_OUT.is_held_out("mixed"))
     assert (kept.num_rows, kept.num_prompt_tokens) == (202, 3)
     assert held.counts["repetitive"] == 297 + 118
+    assert not held.add(replace(stretch("asks"), num_prompt_tokens=ROWS)), "nothing was emitted"
+
+
+def test_loops_before_what_is_kept_are_context_wherever_they_are():
+    """A prompt may hold tables and rules. The answer isn't lost for them, and what the target repeated isn't learned."""
+    held, text = store(), np.random.default_rng(0).permutation(4000)
+    assert held.add(replace(stretch("table", ids=np.concatenate([np.tile([7], 300), text[:60]])), num_prompt_tokens=310))
+    (kept,) = held.stretches("w", HOLD_OUT.is_held_out("table"))
+    assert (kept.num_rows, kept.num_prompt_tokens) == (360, 310)
+    loop = np.tile([7, 8], 20)
+    assert held.add(stretch("looped", workload="v", ids=np.concatenate([text[:20], loop, text[20:120], loop])))
+    (kept,) = held.stretches("v", HOLD_OUT.is_held_out("looped"))
+    assert (kept.num_rows, kept.num_prompt_tokens) == (162, 60)
+
+
+def test_windows_of_long_prompts_hold_their_answers():
+    held = store(10_000 * BYTES)
+    for i in range(40):
+        held.add(replace(stretch(f"s{i}", rows=400), num_prompt_tokens=350))
+    drawn = [s for _ in range(100) for s in WorkloadMix(Selection(held, lambda s: True), [], 0.4, rows=80, seed=_).draw()]
+    assert {s.num_rows for s in drawn} == {80}
+    assert min(s.num_judged for s in drawn) == 40
+    assert max(s.num_judged for s in drawn) == 50
 
 
 def test_labels_beyond_the_limit_are_other(monkeypatch):

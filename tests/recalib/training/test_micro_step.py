@@ -128,7 +128,7 @@ def test_breaks_draw_anchors_whose_block_reaches_them(make_drafter: MakeDrafter,
 
 
 def test_samples_too_short_for_a_block_are_refused(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
-    with pytest.raises(ValueError, match="no sample has 5 tokens"):
+    with pytest.raises(ValueError, match="no sample has 4 emitted tokens"):
         MicroTrainer(make_drafter(), QUICK).step([make_sample(4)])
     with pytest.raises(ValueError, match="at least one sample"):
         MicroTrainer(make_drafter(), QUICK).step([])
