@@ -394,6 +394,11 @@ SWAP: tuple[Clause, ...] = (
 _LAYER, _SAMPLE = "model_executor/layers/attention/attention.py", "v1/sample/rejection_sampler.py"
 TREES: tuple[Clause, ...] = (
     *WORKERS,
+    Attributes(_SCHED, "Scheduler", ("vllm_config", "num_lookahead_tokens")),
+    Attributes("config/speculative.py", "SpeculativeConfig", ("max_num_new_slots_for_drafting", "disable_padded_drafter_batch")),
+    Method(_V1, "GPUModelRunner", "_input_fits_in_drafter"),
+    Attributes(_V1, "GPUModelRunner", ("effective_drafter_max_model_len",)),
+    Attributes(_LAYER, "Attention", ("attn_backend", "head_size")),
     Method(
         _V1,
         "GPUModelRunner",

@@ -33,10 +33,10 @@ from honed.attach.engine.worker_link import WorkerLink
 from honed.attach.events.model_wait import ModelWait
 from honed.attach.events.publisher import Callbacks, Publisher
 from honed.attach.events.request_book import RequestBook
-from honed.attach.events.step_log import StepLog, Verified
+from honed.attach.events.step_log import TREES_ARE_OFF, StepLog, Verified
 from honed.attach.events.step_recorder import Plan, StepRecorder
 from honed.attach.trees.eligible import needs_chain
-from honed.attach.trees.slots import block_tokens_of
+from honed.attach.trees.slots import block_tokens_of, reserve
 
 logger = logging.getLogger("honed.attach")
 
@@ -203,7 +203,9 @@ class Attachment:
             self._busy.make()
         if self._workers.attach():
             self._publisher.reintroduce()
-        self._most_tokens = self._num_spec_tokens if "trees" in self._workers.findings.capabilities else self._chain_tokens
+        if "trees" in self._workers.findings.capabilities and self._most_tokens < self._num_spec_tokens:
+            self._most_tokens = self._num_spec_tokens
+            reserve(self._scheduler, self._chain_tokens)
         self._workers.want_draft_ids(self._recorder.is_logging_token_ids)
         if self._pending_policy is not None:
             self._apply_policy()
@@ -300,6 +302,10 @@ class Attachment:
         """Prepare for a step's results; return the function that takes vLLM's verify rounds as it counts them."""
         self._model_wait.end()
         self._plan = getattr(output, "honed_plan", None)
+        if self._most_tokens > self._chain_tokens and getattr(runner_output, TREES_ARE_OFF, False):
+            self._most_tokens = self._chain_tokens
+            self._workers.end_trees()
+            self._publisher.reintroduce()
         recorder = self._recorder
         recorder.begin(output, runner_output, self._dropped(output) if self._with_stale_steps else ())
         return recorder.verified.append
@@ -396,6 +402,9 @@ class Attachment:
     def _end_of(self, request: Any) -> int:
         """Tokens at which a request ends at the latest."""
         longest: int = request.num_prompt_tokens + request.max_tokens
+        if self._most_tokens > self._chain_tokens and not needs_chain(request.sampling_params):
+            # A tree of more nodes isn't deeper than a block of drafts.
+            longest += self._most_tokens - self._chain_tokens
         return min(longest, self._max_model_len)
 
     def _dropped(self, output: Any) -> set[str]:

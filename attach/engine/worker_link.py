@@ -131,6 +131,10 @@ class WorkerLink:
         else:
             self.findings = replace(self.findings, capabilities=(*self.findings.capabilities, "trees"))
 
+    def end_trees(self) -> None:
+        """Note that the workers verify chains from now on."""
+        self._drop(("trees",), "trees are off: they failed too often; vLLM's log has the first error")
+
     @property
     def _can_ask(self) -> bool:
         return not self._why_mute

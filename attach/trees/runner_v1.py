@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from honed.attach.events.step_log import TREES, TreeRound
+from honed.attach.events.step_log import TREES, TREES_ARE_OFF, TreeRound
 from honed.attach.trees.draws import draw
 from honed.attach.trees.eligible import needs_chain
 from honed.attach.trees.grow import MOST_FAILURES, grow
@@ -68,6 +68,8 @@ class TreesV1:
         self._logits: torch.Tensor | None = None
         self._lengths: list[int] | None = None
         self._rounds: dict[str, TreeRound] = {}
+        self._has_drafted = False
+        """Whether the drafter ran in the last step."""
         self._num_failures = 0
 
     @property
@@ -113,6 +115,7 @@ class TreesV1:
             except Exception:
                 self._fail("ordering rows")
             self._logits = self._growing = self._lengths = None
+            self._has_drafted = True
             drafts = propose(*args, **kwargs)
             if most:
                 try:
@@ -129,20 +132,30 @@ class TreesV1:
             return self._logits.argmax(dim=-1), None
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-            self._rounds = {}
+            self._rounds, self._has_drafted = {}, False
             output = finish(*args, **kwargs)
-            if self._rounds and hasattr(output, "sampled_token_ids"):
-                setattr(output, TREES, self._rounds)
+            if hasattr(output, "sampled_token_ids"):
+                if self._rounds:
+                    setattr(output, TREES, self._rounds)
+                if self.is_off:
+                    setattr(output, TREES_ARE_OFF, True)
             return output
 
         def take_draft_token_ids() -> Any:
             taken = take()
-            if taken is not None and self._lengths is not None and len(self._lengths) == len(taken.draft_token_ids):
+            if taken is not None and not self._has_drafted:  # vLLM made zeros in place of drafts
+                taken.draft_token_ids[:] = [[] for _ in taken.draft_token_ids]
+            elif taken is not None and self._lengths is not None and len(self._lengths) == len(taken.draft_token_ids):
                 rows = zip(taken.draft_token_ids, self._lengths, strict=True)
                 taken.draft_token_ids[:] = [row[:length] for row, length in rows]
             return taken
 
+        def _input_fits_in_drafter(metadata: Any) -> bool:
+            # vLLM's counts N tokens: it would end the drafting of all requests N tokens before one of them is full.
+            return metadata is not None and metadata.max_seq_len + self.depth + 1 <= runner.effective_drafter_max_model_len
+
         self.layers.wrap()
+        runner._input_fits_in_drafter = _input_fits_in_drafter
         runner._prepare_inputs, runner._sample = _prepare_inputs, _sample
         runner.sample_tokens, runner.take_draft_token_ids = sample_tokens, take_draft_token_ids
         drafter.propose, drafter._sample_draft_tokens = propose_trees, _sample_draft_tokens
@@ -265,5 +278,7 @@ def _misfit(runner: Any) -> str:
         ),
         "the drafter has another vocabulary": bool(getattr(runner.drafter, "use_heterogeneous_vocab", False)),
         "a KV connector moves blocks": config.kv_transfer_config is not None,
+        "CUDA graphs were captured for chains": runner.device.type == "cuda" and not config.model_config.enforce_eager,
+        "the drafter's batch isn't padded": bool(config.speculative_config.disable_padded_drafter_batch),
     }
     return next((reason for reason, is_so in reasons.items() if is_so), "")

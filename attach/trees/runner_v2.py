@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from honed.attach.events.step_log import TREES
+from honed.attach.events.step_log import TREES, TREES_ARE_OFF
 from honed.attach.trees.eligible import needs_chain
 from honed.attach.trees.grow import MOST_FAILURES, grow
 from honed.attach.trees.slots import block_tokens_of
@@ -133,8 +133,8 @@ class TreesV2:
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
             output = finish(*args, **kwargs)
             told, self._told = self._told, None
-            if told is not None and hasattr(output, "get_output"):
-                output.get_output = _telling(told, output.get_output, self._on_error)
+            if (told is not None or self.is_off) and hasattr(output, "get_output"):
+                output.get_output = _telling(told, self.is_off, output.get_output, self._on_error)
             return output
 
         def propose_trees(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -326,15 +326,21 @@ def _move(positions: torch.Tensor, step: TreeStep, offsets: torch.Tensor) -> Non
 
 
 def _telling(
-    told: tuple[list[str], list[torch.Tensor]], get_output: Callable[[], Any], on_error: Callable[[str], None]
+    told: tuple[list[str], list[torch.Tensor]] | None,
+    is_off: bool,
+    get_output: Callable[[], Any],
+    on_error: Callable[[str], None],
 ) -> Callable[[], Any]:
     """`AsyncOutput.get_output`, which waits for vLLM's own event, followed by what rounds say of their trees."""
 
     def get_output_with_trees() -> Any:
         output = get_output()
         try:
-            names, tensors = told
-            setattr(output, TREES, dict(zip(names, describe(*tensors), strict=True)))
+            if is_off:
+                setattr(output, TREES_ARE_OFF, True)
+            if told is not None:
+                names, tensors = told
+                setattr(output, TREES, dict(zip(names, describe(*tensors), strict=True)))
         except Exception:
             on_error("telling of trees")
         return output
@@ -359,5 +365,8 @@ def _misfit(runner: Any) -> str:
         "a KV connector moves blocks": config.kv_transfer_config is not None,
         "custom logits processors may look at the rows before": len(runner.sampler.logits_processors) > _OWN_PROCESSORS,
         "CUDA graphs were captured for chains": not config.model_config.enforce_eager,
+        "the drafter finds its best tokens without logits": bool(getattr(speculator, "use_local_argmax_reduction", False)),
+        "sampling masks are returned": bool(getattr(runner.sampler, "return_sampling_mask", False)),
+        "routed experts are returned": getattr(runner, "aux_output_connector", None) is not None,
     }
     return next((reason for reason, is_so in reasons.items() if is_so), "")

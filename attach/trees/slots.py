@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 
@@ -11,3 +12,21 @@ def block_tokens_of(speculative_config: Any) -> int:
     config = getattr(speculative_config.draft_model_config, "hf_config", None)
     block = int(getattr(config, "block_size", 0) or 0)
     return min(block - 1, slots) if block > 1 else slots
+
+
+def reserve(scheduler: Any, block_tokens: int) -> None:
+    """Let a scheduler reserve room for what the drafter drafts.
+
+    vLLM reserves room for as many tokens as there are slots in every step, whether anything is drafted or not: with 63 slots and
+    `--max-num-batched-tokens 2048`, only 32 requests would get into a step.
+    """
+    config = scheduler.vllm_config
+    speculative = copy.copy(config.speculative_config)
+    spare = int(speculative.num_speculative_tokens) - block_tokens
+    slots = int(speculative.max_num_new_slots_for_drafting) - spare
+    shown = {"max_num_new_slots_for_drafting": property(lambda _: slots)}
+    speculative.__class__ = type(type(speculative).__name__, (type(speculative),), shown)
+    own = copy.copy(config)
+    own.speculative_config = speculative
+    scheduler.vllm_config = own
+    scheduler.num_lookahead_tokens -= spare

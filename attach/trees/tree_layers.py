@@ -18,7 +18,10 @@ from honed.kernels.cache import reference as cache_reference
 from honed.kernels.cache.compact_kv import KvPlanes, compact_kv
 from honed.kernels.trees import reference
 from honed.kernels.trees.tree_attention import tree_attention
-from honed.kernels.trees.tree_attention_inputs import PagedPrefix
+from honed.kernels.trees.tree_attention_inputs import HEAD_SIZES, PagedPrefix
+
+_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
+"""Those whose metadata say where a request's keys are."""
 
 
 class TreeLayers:
@@ -64,6 +67,8 @@ class TreeLayers:
             step = self.step
             if step is not None and metadata is not None and not self.has_failed:
                 try:
+                    if any(others.get(name) is not None for name in ("output_scale", "output_block_scale")):
+                        raise TypeError("the attention's output is quantised")
                     self._attend(layer, views, step, query, key, value, metadata, output)
                 except Exception:
                     self.has_failed = True
@@ -112,7 +117,11 @@ def target_layers(kv_cache_config: Any, of_drafter: set[str]) -> tuple[list[str]
 
 def _misfit(layer: Any) -> str:
     """Reason why tree rows of a layer can't be computed here; empty if they can."""
-    impl = layer.impl
+    impl, backend = layer.impl, layer.attn_backend.get_name()
+    if type(layer).__name__ != "Attention" or backend not in _BACKENDS:
+        return f"honed doesn't know the attention of {type(layer).__name__} by {backend}"
+    if layer.head_size not in HEAD_SIZES and backend != "CPU_ATTN":
+        return f"its heads are {layer.head_size} wide"
     for name, wanted in (("attn_type", "decoder"), ("kv_sharing_target_layer_name", None)):
         if getattr(impl, name, wanted) not in (wanted, None):
             return f"its attention is of another kind ({name})"
