@@ -90,6 +90,14 @@ def test_it_says_that_it_verifies_trees(trees: TestEngine) -> None:
     assert hello.num_spec_tokens == SLOTS
 
 
+def test_room_is_reserved_for_what_the_drafter_drafts(trees: TestEngine) -> None:
+    """Not for every slot: those would keep other requests and prompts out of the step."""
+    scheduler, config = trees.scheduler, trees.llm.llm_engine.vllm_config
+    assert scheduler.vllm_config.speculative_config.max_num_new_slots_for_drafting == K
+    assert config.speculative_config.max_num_new_slots_for_drafting == SLOTS
+    assert config.num_lookahead_tokens - scheduler.num_lookahead_tokens == SLOTS - K
+
+
 @pytest.mark.parametrize("budget", [SLOTS, 15, 7, 3, 1])
 def test_tokens_are_those_without_speculation_and_events_are_vllms(
     trees: TestEngine, plain: list[list[int]], budget: int
@@ -337,6 +345,25 @@ def probabilities(ids: list[int], temperature: float) -> dict[tuple[int, ...], f
             for token, share in zip(tokens, row, strict=True)
         }
     return found
+
+
+def test_after_too_many_failures_the_drafters_chain_is_verified(
+    trees: TestEngine, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last test of this engine: its trees are over."""
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("broken on purpose")
+
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    monkeypatch.setattr(trees_of(trees), "_walk", fails)
+    assert answers(trees) == plain
+    take_batches(trees)
+    assert answers(trees) == plain
+    assert max(row["k"] for row in rounds(take_batches(trees))) == K
+    hello = trees.honed._hello()
+    assert "trees" not in hello.capabilities
+    assert any("trees are off: they failed too often" in limit for limit in hello.limits)
 
 
 def test_slots_that_trees_cannot_use_stay_empty(
