@@ -34,9 +34,9 @@ FIRST_ERROR_SHARE = 0.5
 """The first attempt's part of the gate's error; the others have equal parts of the rest."""
 
 
-def error_share(num_failed: int) -> float:
-    """Return the part of the gate's error for an attempt after so many failed ones."""
-    return (1.0 - FIRST_ERROR_SHARE) / (MAX_ATTEMPTS - 1) if num_failed else FIRST_ERROR_SHARE
+def error_share(num_judged: int) -> float:
+    """Return the part of the gate's error for an attempt after so many that the gate refused."""
+    return (1.0 - FIRST_ERROR_SHARE) / (MAX_ATTEMPTS - 1) if num_judged else FIRST_ERROR_SHARE
 
 
 @dataclass(slots=True)
@@ -50,6 +50,8 @@ class Standing:
     """Monotonic time of the next attempt; 0: at once."""
     hindrance: str = ""
     """Reason why the latest attempt failed."""
+    num_judged: int = 0
+    """Attempts whose candidate the gate looked at, each of which spends a part of its error."""
 
     @property
     def is_given_up(self) -> bool:
@@ -173,6 +175,7 @@ class DriftAlarms:
             return
         for one in answered:
             one.num_failed += 1
+            one.num_judged += bool(operation.detail.get("gate"))
             one.hindrance = operation.error
             one.due_s = now_s + self._pause_after(one.num_failed)
             if one.is_given_up:

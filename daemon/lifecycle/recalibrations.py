@@ -275,7 +275,7 @@ class Recalibrations:
                 workloads=[alarm.workload],
                 reason=alarm.text,
                 actor="honed",
-                share=error_share(standing.num_failed),
+                share=error_share(standing.num_judged),
             )
         except HonedError as error:
             standing.hindrance = f"{error}. {error.cure}" if error.cure else str(error)

@@ -2,6 +2,7 @@
 
     weights      float32 master weights of the drafter, and its parent's for comparison
     target       embedding and head, or the drafter's own head; the server's copies are in another process and can't be shared
+    copies       of trained parameters, in the type of matrix products where that isn't float32: the backward pass needs them
     gradients    of the trained parameters, float32
     optimizer    AdamW's two moments, and the moving average if there is one
     context      features of the packed rows, and their keys and values in every layer
@@ -85,6 +86,7 @@ def estimate(
     parts = {
         "weights": 2 * FLOAT * (num_frozen + num_trained),
         "target": embedding + heads,
+        "copies": compute_bytes * num_trained if compute_bytes < FLOAT else 0,
         "gradients": FLOAT * num_trained,
         "optimizer": FLOAT * num_trained * (3 if settings.ema_decay else 2),
         "context": _context_bytes(config, settings, rows, is_fused, compute_bytes),

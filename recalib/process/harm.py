@@ -135,7 +135,7 @@ class Bets:
         """
         over = min(max(x - self._budget, -self._width), self._width)
         self.log_harm = max(self.log_harm, 0.0) + math.log1p(self._bet(1.0) * over)
-        if is_whole:
+        if is_whole or over > 0.0:  # a window that was cut short for its harm speaks against it
             self.log_harmless += math.log1p(-self._bet(-1.0) * over)
         self.count = _FADE * self.count + 1.0
         self._sum = _FADE * self._sum + over

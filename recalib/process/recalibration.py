@@ -76,6 +76,11 @@ class Recalibration:
         return self._monotonic() - self._began_s
 
     @property
+    def _waited_s(self) -> float:
+        """Seconds outside training."""
+        return self.elapsed_s - self.progress.train_seconds
+
+    @property
     def needs_device(self) -> bool:
         """Return whether the next unit is heavy, and so must wait until the engine is idle."""
         return self.progress.stage != "collecting"
@@ -110,7 +115,7 @@ class Recalibration:
     def check_deadline(self) -> None:
         """Raise OperationError when the operation takes too long."""
         trained_s, most_s = self.progress.train_seconds, self._settings.deadline_s
-        if self.elapsed_s - trained_s > most_s:
+        if self._waited_s > most_s:
             raise OperationError(
                 f"not done after {self.elapsed_s:.0f} s, of which {trained_s:.0f} s were spent training: the engines "
                 "on its device (trainer.yields_to) are rarely idle at the same time; try again at a quieter time, or raise "
@@ -130,7 +135,14 @@ class Recalibration:
         parent = self._registry.verify(self.request.parent_version)
         parent_dir = self._registry.path(parent.version)
         run = self._run = TrainingRun(
-            self.request, self._settings, parent_dir, self._feed, self.progress, self._working_s, self._state_dir
+            self.request,
+            self._settings,
+            parent_dir,
+            self._feed,
+            self.progress,
+            self._working_s,
+            self._state_dir,
+            lambda: self._waited_s / self._settings.deadline_s,
         )
         request, is_usable = self.request, self._usable(parent, run.vocab_size, run.num_draft_tokens)
         samples = Selection(self._feed.store, is_usable, request.workloads, request.since_s)
@@ -145,7 +157,7 @@ class Recalibration:
         yield "training"
         drafter = run.load_drafter()
         yield "training"
-        before_training = run.load_drafter()
+        before_training = run.load_drafter().requires_grad_(False)
         for _ in run.steps(drafter, before_training, samples):
             yield "training"
         held_out = [s for w in samples.workloads() for s in self._held_out(w, samples)]
@@ -278,6 +290,7 @@ class Recalibration:
         self._conclude(self._result(ok=False, error=error))
 
     def _conclude(self, result: wire.TrainResult) -> None:
+        self._units.close()  # after a deadline it is suspended, and holds the weights
         self.result = result
         if self._run is not None:
             self._run.discard_state()

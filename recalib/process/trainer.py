@@ -333,12 +333,28 @@ def check_device(device: str) -> None:
         raise ValueError(f"trainer.device = {device!r}, but PyTorch sees cuda:0 … cuda:{torch.cuda.device_count() - 1} only")
 
 
+def contexts_of(registry: Registry) -> Callable[[str], str]:
+    """(drafter version) -> digest of what makes its fused features; an unknown version's own name."""
+    known: dict[str, str] = {}
+
+    def context_of(version: str) -> str:
+        if version not in known:
+            try:
+                known[version] = registry.get(version).context_sha256
+            except RegistryError:
+                return version
+        return known[version]
+
+    return context_of
+
+
 def stand_back(settings: TrainerSettings) -> None:
     """Lower this process's priority on the processors and, if NVIDIA's MPS shares the GPU, of its kernels.
 
     A CUDA stream's priority would only rank streams within one process. Must be called before CUDA is.
     """
     os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a process on each core, beside vLLM
     if settings.nice:
         os.nice(settings.nice)
     torch.set_num_threads(settings.torch_threads or max(1, len(os.sched_getaffinity(0)) // 2))
@@ -375,11 +391,12 @@ def run(
     import_late_parts()
     state_dir, runtime_dir = state_dir or _default_state_dir(), runtime_dir or Path(endpoint.removeprefix("ipc://")).parent
     hold_out = HoldOut(load_salt(state_dir), settings.held_out_share)
+    registry = Registry(state_dir / "registry")
     trainer = Trainer(
         settings,
         gate or GateSettings(),
-        Registry(state_dir / "registry"),
-        Traffic(runtime_dir, settings, hold_out, state_dir / "samples"),
+        registry,
+        Traffic(runtime_dir, settings, hold_out, state_dir / "samples", context_of=contexts_of(registry)),
         endpoint,
         state_dir=state_dir / "training",
         on_tick=on_tick,

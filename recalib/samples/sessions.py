@@ -7,7 +7,8 @@ The rules, all by position within one request:
                                                    FLAG_GAP: the rows missing before the record are already held
     it repeats positions with other tokens         the later record is right: the stretch is cut there, the record appended
     it begins later, earlier, or has FLAG_GAP      the stretch ends, another one begins
-    another drafter version                        likewise: its features may mean something else
+    a version with another context                 likewise: its features mean something else. In a trial two versions take
+                                                   turns within each request, and usually share what makes the features
     the stretch would grow beyond `max_rows`       likewise, but the next one begins with the last rows of this one, as context
 
 So the first tokens of an answer to a long prompt have the end of the prompt before them. Only the rows of a prompt that is read
@@ -110,7 +111,10 @@ class SessionAssembler:
         max_open: int = 4096,
         max_open_bytes: int = 1 << 28,
         clock: Callable[[], float] = time.time,
+        context_of: Callable[[str], str] = lambda version: version,
     ) -> None:
+        """`context_of`: (drafter version) -> what is equal for versions whose features mean the same."""
+        self._context_of = context_of
         self._clock, self._max_rows, self._max_open, self._max_open_bytes = clock, max_rows, max_open, max_open_bytes
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._open_bytes = 0
@@ -169,7 +173,10 @@ class SessionAssembler:
         return bool(
             (record.flags & FLAG_GAP and not is_known)
             or not current.first <= record.first_position <= current.end
-            or record.drafter_version != current.drafter_version
+            or (
+                record.drafter_version != current.drafter_version
+                and self._context_of(record.drafter_version) != self._context_of(current.drafter_version)
+            )
         )
 
     @staticmethod

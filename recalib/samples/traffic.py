@@ -25,13 +25,25 @@ GONE_S = 3600.0
 class Feed:
     """One engine's ring and the samples kept from it."""
 
-    def __init__(self, path: Path, settings: SampleSettings, hold_out: HoldOut, spill: Spill | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        settings: SampleSettings,
+        hold_out: HoldOut,
+        spill: Spill | None = None,
+        context_of: Callable[[str], str] = lambda version: version,
+    ) -> None:
         self.reader = RingReader(path)
         self.store = SampleStore(settings, hold_out, spill=spill)
         self._is_behind = True
         """Rows that the ring held before it was followed came earlier than they are read: their time is unknown."""
         most_bytes = max(settings.sample_bytes // 8, 1 << 20)
-        self._assembler = SessionAssembler(settings.max_rows, max_open_bytes=most_bytes, clock=self._now)
+        self._assembler = SessionAssembler(
+            settings.max_rows,
+            max_open_bytes=most_bytes,
+            clock=self._now,
+            context_of=lambda version: context_of(version) if self.is_fused else "",
+        )
         self._features: tuple[int, int, int] | None = None
 
     @property
@@ -88,8 +100,15 @@ class Traffic:
         hold_out: HoldOut,
         spill_dir: Path | None = None,
         monotonic: Callable[[], float] = time.monotonic,
+        context_of: Callable[[str], str] = lambda version: version,
     ) -> None:
-        """`spill_dir`: folder for samples on disk, if `spill_bytes` allows it; otherwise its content is removed."""
+        """Follow the rings of a folder.
+
+        Args:
+            spill_dir: folder for samples on disk, if `spill_bytes` allows it; otherwise its content is removed.
+            context_of: (drafter version) -> what is equal for versions whose fused features mean the same.
+        """
+        self._context_of = context_of
         self.engines_dir, self._settings, self._hold_out = runtime_dir / "engines", settings, hold_out
         self._spill_dir = spill_dir if settings.spill_bytes else None
         if spill_dir is not None and self._spill_dir is None:
@@ -100,7 +119,7 @@ class Traffic:
     def feed(self, path: Path) -> Feed:
         """Return the feed of a ring; a new one starts now."""
         if path not in self._feeds:
-            self._feeds[path] = Feed(path, self._settings, self._hold_out, self._spill(path))
+            self._feeds[path] = Feed(path, self._settings, self._hold_out, self._spill(path), self._context_of)
             self._share()
         return self._feeds[path]
 

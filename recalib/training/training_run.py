@@ -44,6 +44,10 @@ log = structlog.get_logger("honed.trainer")
 
 MOST_DROPPED = 5
 """Updates dropped in a row after which a training ends."""
+ALLOWED = 1.25
+"""Memory that our process may take on a GPU, of its estimate: others allocate there, too."""
+TRAINING_SHARE = 0.5
+"""Part of the deadline within which a training ends."""
 LEAST_LOST = 0.1
 """Accepted drafts a round whose loss is called a divergence, at least."""
 _SAVED = ("steps", "tokens", "loss", "dropped_updates", "train_seconds")
@@ -54,6 +58,7 @@ class TrainingRun:
 
     Args:
         working_s: clock that training is timed with.
+        spent: () -> share of the operation's deadline that waiting has taken.
         state_dir: folder of the saved state; None: a killed training restarts from the beginning.
     """
 
@@ -66,9 +71,10 @@ class TrainingRun:
         progress: Progress,
         working_s: Callable[[], float],
         state_dir: Path | None,
+        spent: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._request, self._settings, self._parent_dir, self._feed = request, settings, parent_dir, feed
-        self._progress, self._working_s = progress, working_s
+        self._progress, self._working_s, self._spent = progress, working_s, spent
         self._devices = devices_of(settings.device)
         self._device = self._devices[0]
         self._config = read_drafter_config(parent_dir, request.num_draft_tokens)
@@ -127,7 +133,7 @@ class TrainingRun:
         self._progress.memory_bytes = needed.total_bytes
         log.info("training takes", memory=str(needed), available=in_words(available), device=str(self._device))
         check_fits(needed, available, str(self._device), cures)
-        hold_to(self._device, available)
+        hold_to(self._device, min(available, int(ALLOWED * needed.total_bytes)))
 
     def load_head(self) -> None:
         """Load the target's embedding and head, and an MTP head's experts, one tensor each for all drafters.
@@ -168,14 +174,17 @@ class TrainingRun:
         return Pace(0.0 if self._device.type == "cpu" else self._settings.unit_s)
 
     def steps(self, drafter: Drafter, parent: Drafter, samples: Selection) -> Iterator[None]:
-        """Do micro-steps until max_steps or max_seconds; then the drafter holds the result."""
+        """Do micro-steps until max_steps or max_seconds; then the drafter holds the result.
+
+        Where the engines leave little time, what was trained by half of the deadline is the result: the gate needs time, too.
+        """
         request, settings, progress = self._request, self._settings, self._progress
         trainer = MicroTrainer(drafter, self._training, parent)
         mix = WorkloadMix(samples, request.workloads, MUST_GAIN_SHARE, settings.rows_per_micro_step, settings.seed)
         pace = self.pace()
         self._take_up(trainer, mix)
         saved_s = progress.train_seconds
-        while progress.steps < progress.max_steps and progress.train_seconds < request.max_seconds:
+        while self._done < 1.0 or not trainer.num_updates:
             yield
             yield from self._micro_step(trainer, mix, pace)
             if trainer.is_between_updates and progress.train_seconds - saved_s >= settings.save_state_s:
@@ -188,6 +197,13 @@ class TrainingRun:
         trainer.finish()
         yield
 
+    @property
+    def _done(self) -> float:
+        """Share of the training that is over."""
+        progress = self._progress
+        by_limits = max(progress.steps / progress.max_steps, progress.train_seconds / self._request.max_seconds)
+        return max(by_limits, self._spent() / TRAINING_SHARE)
+
     def _micro_step(self, trainer: MicroTrainer, mix: WorkloadMix, pace: Pace) -> Iterator[None]:
         """Do one micro-step in parts; time between them isn't training time."""
         request, progress = self._request, self._progress
@@ -197,8 +213,8 @@ class TrainingRun:
             raise OperationError("the samples are gone: they were purged, or another model was loaded")
         # Workloads that needn't gain must not lose: there the drafter is held to its parent.
         kept = [bool(request.workloads) and sample.workload not in request.workloads for sample in samples]
-        done = max(progress.steps / progress.max_steps, progress.train_seconds / request.max_seconds)
-        spent_s, parts = 0.0, trainer.parts(samples, kept=kept, remaining=1.0 - done, pace=pace)
+        remaining = max(1.0 - self._done, 0.0)
+        spent_s, parts = 0.0, trainer.parts(samples, kept=kept, remaining=remaining, pace=pace)
         while True:
             try:
                 next(parts)

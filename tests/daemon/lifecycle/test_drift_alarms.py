@@ -141,7 +141,7 @@ def test_the_time_at_which_drift_began_is_that_of_all_the_workloads_asked_for() 
 
 
 def test_all_attempts_together_have_the_whole_error() -> None:
-    shares = [error_share(num_failed) for num_failed in range(MAX_ATTEMPTS)]
+    shares = [error_share(num_judged) for num_judged in range(MAX_ATTEMPTS)]
     assert sum(shares) == pytest.approx(1.0)
     assert shares[0] == max(shares)
 

@@ -187,6 +187,24 @@ def test_deadline_ends_an_operation_that_only_waits(site):
     assert "rarely idle at the same time" in operation.result.error
 
 
+def test_where_little_time_is_left_for_training_what_was_learned_is_judged(site):
+    """Beside requests training may get a fiftieth of the time: all micro-steps would take longer than the deadline."""
+    write_sessions(site.ring, "b", 40)
+    operation = site.begin()
+    while operation.progress.steps < 100:
+        site.now_s += 0.01
+        operation.advance()
+    site.now_s += 0.3 * SETTINGS.deadline_s
+    while operation.progress.steps < 120:
+        site.now_s += 0.01
+        operation.advance()
+    site.now_s += 0.3 * SETTINGS.deadline_s
+    result = site.finish(operation)
+    assert result.ok
+    assert 120 <= result.steps <= 121 < SETTINGS.max_steps
+    assert result.gate
+
+
 def test_the_deadline_does_not_count_training(site):
     write_sessions(site.ring, "b", 40)
     operation = site.begin()

@@ -27,6 +27,7 @@ from honed.recalib.process.trainer import Trainer
 from honed.recalib.registry.registry import Registry
 from honed.recalib.samples.hold_out import HoldOut
 from honed.recalib.samples.traffic import Traffic
+from honed.recalib.training.progress import OperationError
 from honed.recalib.training.training_run import TrainingRun
 from tests.recalib.toy_traffic import WIDTH, make_pair, write_sessions
 from tests.tools import ROOT
@@ -268,9 +269,9 @@ def test_a_training_on_a_gpu_ends_with_an_engine_beside_it(
     assert "ends ended, and the training's memory on cuda may be in the way of its restart" in result.error
 
 
-@pytest.mark.parametrize("is_cancelled", [False, True])
+@pytest.mark.parametrize("end", ["done", "cancelled", "too late"])
 def test_nothing_of_a_training_is_left_when_memory_is_given_back(
-    daemon: zmq.Socket[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+    daemon: zmq.Socket[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     runs: list[weakref.ref[TrainingRun]] = []
     left: list[TrainingRun | None] = []
@@ -281,12 +282,17 @@ def test_nothing_of_a_training_is_left_when_memory_is_given_back(
         load(run)
 
     monkeypatch.setattr(TrainingRun, "load_head", noted)
+    def check_deadline(operation: Recalibration) -> None:
+        if runs and end == "too late":
+            raise OperationError("not done")
+
+    monkeypatch.setattr(Recalibration, "check_deadline", check_deadline)
     monkeypatch.setattr(process, "give_back", lambda: left.extend(run() for run in runs))
     trainer, request = make_trainer(tmp_path)
     ask(daemon, trainer, request)
     while trainer._last_result is None:
         trainer.turn()
-        if is_cancelled and runs:
+        if end == "cancelled" and runs:
             trainer._take(wire.TrainCancel(operation_id=request.operation_id))
     trainer.close()
     assert left == [None]

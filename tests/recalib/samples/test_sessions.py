@@ -117,6 +117,14 @@ def test_new_drafter_version_begins_another_stretch():
     assert [s.drafter_version for s in stretches] == ["v", "v2"]
 
 
+def test_versions_that_take_turns_with_the_same_context_share_a_stretch():
+    """As in a trial of a candidate: cut at each turn, the samples would begin without context."""
+    turns = [record(0, [1, 2], FLAG_PREFILL), record(2, [3, 4], version="v2"), record(4, [5]), record(5, [6], version="full"), end()]
+    contexts = {"v": "c", "v2": "c", "full": "d"}
+    _, stretches = assemble(*turns, context_of=contexts.__getitem__)
+    assert [(s.token_ids.tolist(), s.drafter_version) for s in stretches] == [([1, 2, 3, 4, 5], "v"), ([6], "full")]
+
+
 def test_long_answers_are_split_and_each_part_has_context():
     _, stretches = assemble(*(record(3 * i, [1, 2, 3], FLAG_REJECTED) for i in range(8)), end(), max_rows=9)
     places = [(s.first_position, s.num_rows, s.num_prompt_tokens) for s in stretches]
