@@ -46,7 +46,7 @@ def make_scheduler(*args: Any, **kwargs: Any) -> Scheduler:
         # Not `data_parallel_rank`: vLLM sets that to 0 in every replica of a model without experts.
         settings = from_environment(os.environ, vllm_config.parallel_config.data_parallel_index)
         if settings is None:
-            logger.warning("honed: not attached: HONED_RUNTIME_DIR isn't set in vLLM's environment; `honed vllm-args` prints it")
+            logger.warning("honed: not attached: HONED_RUNTIME_DIR isn't set for vLLM; `honed vllm-args` prints it")
             return base(*args, **kwargs)
         _check_launcher(vllm_config.parallel_config)
         for sentence in unknown_variables(os.environ):

@@ -395,7 +395,9 @@ _LAYER, _SAMPLE = "model_executor/layers/attention/attention.py", "v1/sample/rej
 TREES: tuple[Clause, ...] = (
     *WORKERS,
     Attributes(_SCHED, "Scheduler", ("vllm_config", "num_lookahead_tokens")),
-    Attributes("config/speculative.py", "SpeculativeConfig", ("max_num_new_slots_for_drafting", "disable_padded_drafter_batch")),
+    Attributes(
+        "config/speculative.py", "SpeculativeConfig", ("max_num_new_slots_for_drafting", "disable_padded_drafter_batch")
+    ),
     Method(_V1, "GPUModelRunner", "_input_fits_in_drafter"),
     Attributes(_V1, "GPUModelRunner", ("effective_drafter_max_model_len",)),
     Attributes(_LAYER, "Attention", ("attn_backend", "head_size")),

@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from dataclasses import replace
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from honed.adapt.lengths.decider import Decider

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from honed.adapt.protocol.step_page import FLAG, NUM_BYTES, StepRow, offset_of, pack_row
 
-
 RETRY_S = 10.0
 """Time between two tries to make the file."""
 

@@ -17,8 +17,8 @@ def block_tokens_of(speculative_config: Any) -> int:
 def reserve(scheduler: Any, block_tokens: int) -> None:
     """Let a scheduler reserve room for what the drafter drafts.
 
-    vLLM reserves room for as many tokens as there are slots in every step, whether anything is drafted or not: with 63 slots and
-    `--max-num-batched-tokens 2048`, only 32 requests would get into a step.
+    vLLM reserves room for as many tokens as there are slots, in every step, whether anything is drafted or not: with 63 slots
+    and `--max-num-batched-tokens 2048` only 32 requests would get into a step.
     """
     config = scheduler.vllm_config
     speculative = copy.copy(config.speculative_config)

@@ -20,6 +20,9 @@ from honed.daemon.install.drafter_config import draft_tokens_of
 from honed.daemon.install.vllm_args import SCHEDULER, WORKER_EXTENSION
 from honed.recalib.config.speculators import flat
 
+PLUGIN = "honed"
+"""Its entry point in vLLM's group of plugins."""
+
 SUPPORTED = ((0, 32), (0, 34))
 """vLLM releases from the first up to, not including, the second. A test compares them with the attachment's check."""
 PRINT_ARGS = "`honed vllm-args` prints what to add to vLLM's command; restart vLLM once."
@@ -85,6 +88,13 @@ def others(processes: Sequence[VllmProcess], user: int, runtime_dir: str) -> lis
     return found
 
 
+def _loads_plugin(environment: dict[str, str], subject: str) -> Iterator[Check]:
+    plugins = environment.get("VLLM_PLUGINS")
+    if plugins is not None and PLUGIN not in plugins.split(","):
+        cure = f"Add {PLUGIN} to VLLM_PLUGINS in its environment, and restart it."
+        yield Check(subject, "error", f"VLLM_PLUGINS={plugins} leaves honed's plugin out: no capture, no swap", cure)
+
+
 def _runtime_dir(environment: dict[str, str]) -> str:
     return environment.get("HONED_RUNTIME_DIR", "").strip().rstrip("/")
 
@@ -106,6 +116,7 @@ def check_process(
         yield Check(subject, "unknown", "its environment belongs to another user", "`sudo honed doctor` checks it too.")
     else:
         yield from _finds_daemon(process.environment, subject, runtime_dir)
+        yield from _loads_plugin(process.environment, subject)
     if group is not None and process.uid != 0 and group not in process.groups:
         yield Check(
             subject,
@@ -247,7 +258,7 @@ def _attaches(command: VllmCommand, subject: str) -> Iterator[Check]:
         yield Check(subject, "error", f"{text}: no events, no draft lengths", cure)
     elif extension != WORKER_EXTENSION:
         text = f"has --worker-extension-cls {extension}, not honed's" if extension else "has no --worker-extension-cls"
-        cure = f"Use --worker-extension-cls {WORKER_EXTENSION}."
+        cure = f"Use --worker-extension-cls {WORKER_EXTENSION}, or a class that is derived from it and from yours."
         yield Check(subject, "warning", f"{text}: no samples are captured, nothing is retrained or swapped", cure)
 
 

@@ -28,7 +28,7 @@ LIMITS = (
     "pipeline parallelism: no capture, no swap (hidden states are spread over processes)",
     "draft trees need --enforce-eager, which on a GPU costs speed; `honed engines` says where they are off",
     "with enable_adaptive_verification vLLM sets draft lengths: honed logs verified drafts and captures nothing",
-    "a --scheduler-cls or --worker-extension-cls of your own can't be combined with honed's",
+    "a --scheduler-cls of your own can't be combined with honed's; a worker extension can: a class derived from both",
     "vLLM's Python environment must also hold honed, and the user that runs vLLM must be in the daemon's group",
 )
 

@@ -31,7 +31,7 @@ from honed.recalib.process.recalibration import Recalibration
 from honed.recalib.process.spare_time import SpareTime
 from honed.recalib.process.trainer_link import TrainerLink
 from honed.recalib.process.yielding import Yielding
-from honed.recalib.registry.registry import Registry
+from honed.recalib.registry.registry import Registry, RegistryError
 from honed.recalib.samples.hold_out import HoldOut, load_salt
 from honed.recalib.samples.traffic import Traffic
 from honed.recalib.training.device_memory import AUTO, devices_of, give_back

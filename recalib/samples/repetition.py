@@ -1,9 +1,9 @@
 """Detection of degenerate loops, which are kept out of the samples.
 
 When a model repeats one n-gram endlessly, any drafter that has seen the loop drafts it almost perfectly. Training on it teaches
-the loop, and judging on it flatters. A loop in a prompt does no harm: it is only read. A row belongs to a loop of period p when it lies in a run of rows with token[i] = token[i
-- p] of at least `min_loop_rows` and at least two whole further periods. The first period isn't part of the run: without
-repetition it is ordinary text.
+the loop, and judging on it flatters. A loop in a prompt does no harm: it is only read. A row belongs to a loop of period p when
+it lies in a run of rows with token[i] = token[i - p] of at least `min_loop_rows` and at least two whole further periods. The
+first period isn't part of the run: without repetition it is ordinary text.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def test_rows_of_the_layers_kind_are_the_aux_states(ring: Recorder) -> None:
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_what_a_drafter_that_goes_on_from_its_own_states_has_overwritten_is_not_captured(ring: Recorder, is_whole: bool) -> None:
+def test_what_a_drafter_has_overwritten_with_its_own_states_is_not_captured(ring: Recorder, is_whole: bool) -> None:
     """On V2 the first rows of its buffer hold its own output once it has drafted; the target's states are still there."""
     capturer = Capturer(lambda size, dtype: ring, None, "fused", b"key")  # type: ignore[arg-type, return-value]
     capturer.set_share(1.0, "v1")

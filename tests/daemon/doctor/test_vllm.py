@@ -262,6 +262,11 @@ def test_a_sound_process_is_all_well(tmp_path: Path) -> None:
     ("changes", "says", "cure"),
     [
         ({"environment": {}}, "HONED_RUNTIME_DIR isn't set", "Set HONED_RUNTIME_DIR=/run/honed"),
+        (
+            {"environment": {"HONED_RUNTIME_DIR": "/run/honed", "VLLM_PLUGINS": "lora_filesystem_resolver"}},
+            "leaves honed's plugin out: no capture, no swap",
+            "Add honed to VLLM_PLUGINS",
+        ),
         ({"environment": {"HONED_RUNTIME_DIR": "/tmp/x/"}}, "looks for the daemon in /tmp/x", "same folder"),
         ({"groups": frozenset({1})}, "is not in the group of /run/honed", "usermod -aG honed"),
     ],

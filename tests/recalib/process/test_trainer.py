@@ -282,6 +282,7 @@ def test_nothing_of_a_training_is_left_when_memory_is_given_back(
         load(run)
 
     monkeypatch.setattr(TrainingRun, "load_head", noted)
+
     def check_deadline(operation: Recalibration) -> None:
         if runs and end == "too late":
             raise OperationError("not done")

@@ -119,7 +119,13 @@ def test_new_drafter_version_begins_another_stretch():
 
 def test_versions_that_take_turns_with_the_same_context_share_a_stretch():
     """As in a trial of a candidate: cut at each turn, the samples would begin without context."""
-    turns = [record(0, [1, 2], FLAG_PREFILL), record(2, [3, 4], version="v2"), record(4, [5]), record(5, [6], version="full"), end()]
+    turns = [
+        record(0, [1, 2], FLAG_PREFILL),
+        record(2, [3, 4], version="v2"),
+        record(4, [5]),
+        record(5, [6], version="full"),
+        end(),
+    ]
     contexts = {"v": "c", "v2": "c", "full": "d"}
     _, stretches = assemble(*turns, context_of=contexts.__getitem__)
     assert [(s.token_ids.tolist(), s.drafter_version) for s in stretches] == [([1, 2, 3, 4, 5], "v"), ([6], "full")]
