@@ -345,9 +345,9 @@ def train(connection: Connection, shape: str, runtime_dir: Path, updates: int) -
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = TrainingSettings()
     shared = compute_dtype(device, settings.precision)
-    drafter = shapes.make_drafter(shape, device, shared)
-    config = drafter.config
-    trainer, pace = MicroTrainer(drafter, settings), Pace(0.05 if device.type == "cuda" else 0.0)
+    drafter, parent = shapes.make_drafters(shape, device, shared, 2)
+    config, parent = drafter.config, parent.requires_grad_(False)
+    trainer, pace = MicroTrainer(drafter, settings, parent), Pace(0.05 if device.type == "cuda" else 0.0)
     generator = torch.Generator().manual_seed(1)
 
     def sample(number: int) -> TrainingSample:
@@ -368,7 +368,9 @@ def train(connection: Connection, shape: str, runtime_dir: Path, updates: int) -
         """Do micro-steps until `until` returns true; return the number of trained tokens."""
         learnt, was_working = 0, False
         while not until():
-            parts = trainer.parts([samples[trainer.num_updates % len(samples)]], pace=pace)
+            # Most draws are of samples that the drafter is held to its parent on.
+            number = trainer.num_updates % len(samples)
+            parts = trainer.parts([samples[number]], kept=[number > 0], pace=pace)
             while True:
                 while is_yielding and flags.is_busy():
                     if was_working:

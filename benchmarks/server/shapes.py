@@ -92,18 +92,22 @@ def write_drafter(folder: Path, shape: str, device: torch.device, seed: int = 0)
     return folder
 
 
-def make_drafter(shape: str, device: torch.device, shared_dtype: torch.dtype, seed: int = 0) -> DFlashDrafter:
-    """Make the same as a float32 module on a device, with an embedding and a head of that type."""
+def make_drafters(
+    shape: str, device: torch.device, shared_dtype: torch.dtype, count: int = 1, seed: int = 0
+) -> list[DFlashDrafter]:
+    """Make the same as float32 modules on a device, with one embedding and one head of that type for all of them."""
     config, _ = _parts(shape, torch.device("meta"))
     generator = torch.Generator(device).manual_seed(seed)
     size = torch.Size((config.vocab_size, config.hidden_size))
-    shared = [_random(size, generator, device).to(shared_dtype) for _ in range(2)]
-    with device:
-        drafter = DFlashDrafter(config, Vocabulary(*shared))
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.copy_(_random(parameter.shape, generator, device))
-    return drafter
+    vocabulary = Vocabulary(*(_random(size, generator, device).to(shared_dtype) for _ in range(2)))
+    made = []
+    for _ in range(count):
+        with device:
+            made.append(DFlashDrafter(config, vocabulary))
+        with torch.no_grad():
+            for parameter in made[-1].parameters():
+                parameter.copy_(_random(parameter.shape, generator, device))
+    return made
 
 
 def _parts(shape: str, device: torch.device) -> tuple[DrafterConfig, Vocabulary]:
