@@ -159,6 +159,12 @@ class RequestBeliefs:
             places, rooms = self._ending_at[:, :num_ending].tolist()
             self.ending = [(request_ids[i], room) for i, room in zip(places, rooms, strict=True)]
 
+    def advance(self, request_ids: Sequence[str], num_accepted_tokens: Sequence[int]) -> None:
+        """Count on the contexts for rounds that teach nothing else; unknown or finished requests are fine."""
+        for slot, num_accepted in zip(self._running_slots(request_ids), num_accepted_tokens, strict=True):
+            if slot >= 0:
+                self.context[slot] += num_accepted
+
     def _note_features(self, slots: list[int], features: Sequence[float]) -> None:
         shown, num_shown = self.known["shown"], self.known["num_shown"]
         for slot, feature in zip(slots, features, strict=False):

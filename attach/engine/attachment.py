@@ -323,6 +323,8 @@ class Attachment:
         if plan.padded:
             verified = [one for one in verified if one[0] not in plan.padded]
         if recorder.trees:  # the daemon learns from these: what a node is worth
+            of_trees = [one for one in verified if one[0] in recorder.trees]
+            self._decider.requests.advance([one[0] for one in of_trees], [one[2] for one in of_trees])
             verified = [one for one in verified if one[0] not in recorder.trees]
         if verified and self._can_decide:
             request_ids, drafts, accepted = map(list, zip(*verified, strict=True))

@@ -18,9 +18,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from honed.attach.events.step_log import TREES, TREES_ARE_OFF
@@ -34,6 +36,8 @@ from honed.kernels.trees.reference import MAX_DEPTHS, DraftTrees
 from honed.kernels.trees.tree_build import allocate
 
 _IS_PADDED = "honed_block"
+MOST_DRAWN_BYTES = 1 << 30
+"""Of the logits of a part of a batch, in float32: vLLM draws as many at a time."""
 _OWN_PROCESSORS = 3
 """Logits processors of vLLM itself: biases, penalties, bad words."""
 
@@ -242,20 +246,23 @@ class TreesV2:
         return output
 
     def _draw(self, step: TreeStep, logits: torch.Tensor, batch: Any) -> torch.Tensor:  # -> [B, 1 + N]
-        """The target's draw at each row, by vLLM's own sampler."""
-        at = batch.logits_indices
-        rows, _ = self._runner.sampler.sample(
-            logits,
-            batch.expanded_idx_mapping,
-            batch.idx_mapping,
-            batch.idx_mapping_np,
-            batch.positions[at],
-            batch.input_ids[at],
-            batch.expanded_local_pos,
-            batch.seq_lens_cpu_upper_bound.numpy(),
-        )
+        """The target's draw at each row, by vLLM's own sampler, which makes float32 copies of the logits."""
+        at, lengths = batch.logits_indices, batch.seq_lens_cpu_upper_bound.numpy()
+        positions, tokens, drawn = batch.positions[at], batch.input_ids[at], []
+        for requests, rows in _parts(batch.cu_num_logits_np, MOST_DRAWN_BYTES // (4 * logits.shape[1])):
+            part, _ = self._runner.sampler.sample(
+                logits[rows],
+                batch.expanded_idx_mapping[rows],
+                batch.idx_mapping[requests],
+                batch.idx_mapping_np[requests],
+                positions[rows],
+                tokens[rows],
+                batch.expanded_local_pos[rows],
+                lengths[requests],
+            )
+            drawn.append(part)
         first = batch.cu_num_logits[step.batch_index].long()
-        return step.by_request(rows[first[step.request] + step.place])
+        return step.by_request(torch.cat(drawn)[first[step.request] + step.place])
 
     def _to_host(self, step: TreeStep, walked: Walk) -> list[torch.Tensor]:
         """Copies for the log, which travel on the stream that carries the step's tokens."""
@@ -318,6 +325,16 @@ class _Verifying:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
+
+
+def _parts(row_starts: npt.NDArray[np.int32], most_rows: int) -> Iterator[tuple[slice, slice]]:  # [R + 1]
+    """Divide a batch into requests, and their rows, of at most so many rows each, unless one request has more."""
+    start, count = 0, len(row_starts) - 1
+    while start < count:
+        end = int(np.searchsorted(row_starts, row_starts[start] + most_rows, side="right")) - 1
+        end = min(max(end, start + 1), count)
+        yield slice(start, end), slice(int(row_starts[start]), int(row_starts[end]))
+        start = end
 
 
 def _move(positions: torch.Tensor, step: TreeStep, offsets: torch.Tensor) -> None:  # [T], [R]

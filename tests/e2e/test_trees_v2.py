@@ -64,7 +64,11 @@ def test_greedy_tokens_and_events(trees: TestEngine, references: dict[str, Any])
     assert trees.core.model_executor.driver_worker.worker._honed_errors.count == 0
 
 
-def test_seeded_tokens_are_those_without_speculation(trees: TestEngine, references: dict[str, Any]) -> None:
+def test_seeded_tokens_are_those_without_speculation(
+    trees: TestEngine, references: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the logits of a batch are too many to draw from at once."""
+    monkeypatch.setattr("honed.attach.trees.runner_v2.MOST_DRAWN_BYTES", 1)
     set_policy(trees, static_k=SLOTS, max_k=SLOTS)
     assert trees.generate(PROMPTS, **SEEDED) == references["seeded"]
 

@@ -458,6 +458,9 @@ def test_contexts_that_were_noted_count_as_those_that_are_told():
     noted.requests.note_context("unheard of", 5)
     assert noted.requests.noted_tokens(ids) == sum(contexts)
     assert noted.decide(ids, -1, 0, 0.0) == told.decide(ids, sum(contexts), 0, 0.0, contexts)
+    before = noted.requests.noted_tokens(ids)
+    noted.requests.advance([ids[3], "unheard of", ids[1]], [3, 9, 0])
+    assert noted.requests.noted_tokens(ids) == before + 3
 
 
 KINDS = [
