@@ -424,7 +424,8 @@ class TrainRequest(_Message, frozen=True):
     """daemon -> trainer: make a candidate."""
 
     operation_id: Name
-    capture_path: Text
+    capture_paths: Texts
+    """Rings of the engines whose samples it learns from: replicas of one target and drafter."""
     target_path: Text
     parent_version: Name
     scope: Name = "kv-frozen"

@@ -74,7 +74,7 @@ class Site:
         assert feed.reader.lost_records == 0, "the ring was too small: some traffic was lost"
         request = wire.TrainRequest(
             operation_id=f"{scope}-{loss}",
-            capture_path=str(self.engine.ring),
+            capture_paths=[str(self.engine.ring)],
             target_path=str(self.engine.target),
             parent_version=self.parent.version,
             scope=scope,

@@ -143,19 +143,22 @@ class DriftAlarms:
         if held:
             self._keep()
 
-    def since_s(self, engine_id: str, workloads: Sequence[str]) -> float:
-        """Unix time at which the drift of these workloads began; 0: unknown for one of them."""
-        standing = (self._standing.get((engine_id, workload)) for workload in workloads)
-        return min((one.alarm.since_s if one is not None else 0.0 for one in standing), default=0.0)
+    def since_s(self, engine_ids: Collection[str], workloads: Sequence[str]) -> float:
+        """Unix time at which the drift of these workloads began on one of these engines; 0: unknown for one of them."""
+        began_s = []
+        for workload in workloads:
+            standing = [self._standing[key] for engine_id in engine_ids if (key := (engine_id, workload)) in self._standing]
+            began_s.append(min((one.alarm.since_s for one in standing), default=0.0))
+        return min(began_s, default=0.0)
 
     def due(self, now_s: float) -> list[Standing]:
         """Alarms that are due for an attempt."""
         return [one for one in self._standing.values() if now_s >= one.due_s and not one.is_given_up]
 
-    def answered_by(self, operation: Operation, engine_id: str, workloads: Sequence[str], now_s: float) -> None:
-        """Note that a recalibration of these workloads (none named: all) begins."""
+    def answered_by(self, operation: Operation, engine_ids: Collection[str], workloads: Sequence[str], now_s: float) -> None:
+        """Note that a recalibration of these workloads (none named: all) begins, from these engines' samples."""
         self.tick(now_s)
-        keys = [key for key in self._standing if key[0] == engine_id and (not workloads or key[1] in workloads)]
+        keys = [key for key in self._standing if key[0] in engine_ids and (not workloads or key[1] in workloads)]
         self._answer = operation, [self._standing.pop(key) for key in keys]
         if keys:
             self._keep()

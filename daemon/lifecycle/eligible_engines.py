@@ -65,6 +65,17 @@ class EligibleEngines:
             raise ConflictError("; ".join(["no drafter to start from", *limits(found)]), cure=TAKE_BACK)
         return max(able, key=lambda engine: engine.status.captured_rows if engine.status else 0)
 
+    def replicas(self, engine: Engine, version: str) -> list[Engine]:
+        """The given engine, and the others whose samples can be learned from together with its own."""
+        found = [engine]
+        for other in self.connected():
+            if other is engine or other.hello is None or not other.hello.capture_path or other.has_foreign_drafter:
+                continue
+            is_alike = engine.hello is not None and other.hello.features == engine.hello.features
+            if is_alike and self._swaps.fits(other, version, awake=False):
+                found.append(other)
+        return found
+
     def check_workloads(self, engine: Engine, workloads: Iterable[str]) -> None:
         """Raise UnknownError if the engine never had a round of one of them: waiting for its samples would be useless."""
         seen = {workload for engine_id, workload in self._live_workloads() if engine_id == engine.engine_id}

@@ -71,7 +71,8 @@ class Recalibrations:
         self._lock, self._in_background, self._clock, self._monotonic = lock, in_background, clock, monotonic
         self.alarms = DriftAlarms(settings.min_interval_s, self._keep_alarms, lambda: clock() - monotonic())
         self._parent = ""
-        self._engine_id = ""
+        self._engine_ids = frozenset[str]()
+        """Engines whose samples the training uses."""
         self._request: wire.TrainRequest | None = None
         self._restarts = 0
         self._ended_s = float("-inf")
@@ -161,11 +162,13 @@ class Recalibrations:
             dry_run=dry_run,
             max_seconds=seconds,
         )
-        self._rollout.training, self._parent, self._engine_id = operation, active, engine.engine_id
+        replicas = self._eligible.replicas(engine, active)
+        self._rollout.training, self._parent = operation, active
+        self._engine_ids = frozenset(one.engine_id for one in replicas)
         self._restarts = 0
         self._request = wire.TrainRequest(
             operation_id=operation.operation_id,
-            capture_path=hello.capture_path,
+            capture_paths=[one.hello.capture_path for one in replicas if one.hello is not None],
             target_path=hello.target_path,
             parent_version=active,
             scope=scope,
@@ -175,13 +178,13 @@ class Recalibrations:
             dry_run=dry_run,
             vllm_version=hello.vllm_version,
             error_share=share,
-            since_s=self.alarms.since_s(engine.engine_id, workloads or []),
+            since_s=self.alarms.since_s(self._engine_ids, workloads or []),
             num_draft_tokens=hello.num_spec_tokens,
             target_sha256=self._drafters.digest_of(hello.target_path),
         )
         self._trainer.tell(self._request)
         if not dry_run:
-            self.alarms.answered_by(operation, engine.engine_id, workloads or [], self._monotonic())
+            self.alarms.answered_by(operation, self._engine_ids, workloads or [], self._monotonic())
         self._journal.audit(actor, "recalibrate", engine.engine_id, reason, operation.operation_id)
         return operation
 
@@ -288,7 +291,7 @@ class Recalibrations:
     def capture_override(self, engine_id: str, now_s: float) -> Override | None:
         """While a recalibration needs samples, capture from more requests than usual."""
         training = self._rollout.training
-        if training is None or training.stage != "collecting" or engine_id != self._engine_id:
+        if training is None or training.stage != "collecting" or engine_id not in self._engine_ids:
             return None
         return Override("capture_share", COLLECT_SHARE, now_s + 60.0)
 

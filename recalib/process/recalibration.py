@@ -33,7 +33,7 @@ from honed.recalib.registry.registry import Manifest, Registry, RegistryError
 from honed.recalib.registry.tensor_file import read_tensor_entries
 from honed.recalib.samples.selection import Selection
 from honed.recalib.samples.stretch import Stretch
-from honed.recalib.samples.traffic import Feed
+from honed.recalib.samples.traffic import Feed, JointFeed
 from honed.recalib.training.progress import OperationError, Progress, Stage
 from honed.recalib.training.training_run import TrainingRun
 
@@ -56,7 +56,7 @@ class Recalibration:
         settings: TrainerSettings,
         gate: GateSettings,
         registry: Registry,
-        feed: Feed,
+        feed: Feed | JointFeed,
         monotonic: Callable[[], float] = time.monotonic,
         state_dir: Path | None = None,
         working_s: Callable[[], float] | None = None,

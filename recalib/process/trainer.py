@@ -131,7 +131,7 @@ class Trainer:
             return
         self._last_result = None
         self._yielding.preemptions = Preemptions()
-        feed = self._traffic.feed(Path(request.capture_path))
+        feed = self._traffic.joint([Path(path) for path in request.capture_paths])
         self._traffic.freeze(True)
         self._yielding.busy.discover()
         self._beside = self._yielding.busy.living()

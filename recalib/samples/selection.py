@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from honed.recalib.samples.store import SampleStore
 from honed.recalib.samples.stretch import Stretch
+from honed.recalib.samples.traffic import JointStore
 
 EARLIER = " (earlier)"
 """Ends the name that earlier samples of a workload go by."""
@@ -26,7 +27,11 @@ class Selection:
     """
 
     def __init__(
-        self, store: SampleStore, is_usable: Callable[[Stretch], bool], divided: Collection[str] = (), since_s: float = 0.0
+        self,
+        store: SampleStore | JointStore,
+        is_usable: Callable[[Stretch], bool],
+        divided: Collection[str] = (),
+        since_s: float = 0.0,
     ) -> None:
         self._store, self._is_usable, self._since_s = store, is_usable, since_s
         self._divided = frozenset(divided if since_s > 0.0 else ())

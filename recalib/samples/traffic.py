@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from honed.adapt.protocol.sample_ring import FEATURE_KINDS, RingHeader
@@ -17,6 +17,7 @@ from honed.recalib.samples.ring_reader import MOST_PROBLEMS, RingReader
 from honed.recalib.samples.sessions import SessionAssembler
 from honed.recalib.samples.spill import Spill, remove
 from honed.recalib.samples.store import SampleStore
+from honed.recalib.samples.stretch import Stretch
 
 GONE_S = 3600.0
 """Time after which the samples of an engine whose folder is gone are dropped. An engine that restarts comes back before."""
@@ -44,12 +45,13 @@ class Feed:
             clock=self._now,
             context_of=lambda version: context_of(version) if self.is_fused else "",
         )
-        self._features: tuple[int, int, int] | None = None
+        self.features: tuple[int, int, int] | None = None
+        """Width, type and kind of its rows, once there are any."""
 
     @property
     def is_fused(self) -> bool:
         """Tell whether rows are fused features, rather than the target's concatenated hidden states."""
-        return self._features is None or FEATURE_KINDS[self._features[2]] == "fused"
+        return self.features is None or FEATURE_KINDS[self.features[2]] == "fused"
 
     @property
     def num_bytes(self) -> int:
@@ -82,12 +84,49 @@ class Feed:
     def _note_features(self, header: RingHeader) -> None:
         """Drop earlier rows of another width or type: they can't be trained on together."""
         features = (header.feature_size, header.feature_dtype, header.feature_kind)
-        if self._features not in (None, features):
+        if self.features not in (None, features):
             self.forget()
-        self._features = features
+        self.features = features
         if self.store.spill is not None:
             kind = f"{header.feature_size}-{header.feature_dtype}-{FEATURE_KINDS[header.feature_kind]}"
             self.store.spill.begin(kind, self.store.key_of)
+
+
+class JointStore:
+    """The samples of several engines' stores."""
+
+    def __init__(self, feeds: Sequence[Feed]) -> None:
+        self._feeds = feeds
+
+    def workloads(self) -> list[str]:
+        """Workloads with any stretch, by name."""
+        return sorted({workload for feed in self._alike for workload in feed.store.workloads()})
+
+    def stretches(self, workload: str, is_held_out: bool) -> list[Stretch]:
+        """Return the stretches of one workload on one side of the hold-out."""
+        return [one for feed in self._alike for one in feed.store.stretches(workload, is_held_out)]
+
+    def digest(self, stretches: Iterable[Stretch]) -> str:
+        """Identify these rows without revealing their content (`HoldOut.digest`)."""
+        return self._feeds[0].store.digest(stretches)
+
+    @property
+    def _alike(self) -> list[Feed]:
+        """Feeds with rows of the first one's width, type and kind: others can't be trained on together with them."""
+        known = [feed for feed in self._feeds if feed.features is not None]
+        return [feed for feed in known if feed.features == known[0].features]
+
+
+class JointFeed:
+    """The feeds that one operation learns from."""
+
+    def __init__(self, feeds: Sequence[Feed]) -> None:
+        self._feeds, self.store = feeds, JointStore(feeds)
+
+    @property
+    def is_fused(self) -> bool:
+        """As `Feed.is_fused`, of the first feed whose rows are known."""
+        return next((feed.is_fused for feed in self._feeds if feed.features is not None), True)
 
 
 class Traffic:
@@ -122,6 +161,10 @@ class Traffic:
             self._feeds[path] = Feed(path, self._settings, self._hold_out, self._spill(path), self._context_of)
             self._share()
         return self._feeds[path]
+
+    def joint(self, paths: Sequence[Path]) -> JointFeed:
+        """Return the feeds of several rings as one."""
+        return JointFeed([self.feed(path) for path in paths])
 
     def _share(self) -> None:
         """Give each feed the same part of memory and disk."""

@@ -31,7 +31,7 @@ from honed.recalib.registry.target_digest import digest_of_target
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.samples.selection import Selection
 from honed.recalib.samples.stretch import Stretch
-from honed.recalib.samples.traffic import Feed
+from honed.recalib.samples.traffic import Feed, JointFeed
 from honed.recalib.training.device_memory import available_bytes, check_gpu, devices_of, hold_to, use
 from honed.recalib.training.micro_step import MicroTrainer, StepFigures
 from honed.recalib.training.mixture import MUST_GAIN_SHARE, WorkloadMix
@@ -67,7 +67,7 @@ class TrainingRun:
         request: wire.TrainRequest,
         settings: TrainerSettings,
         parent_dir: Path,
-        feed: Feed,
+        feed: Feed | JointFeed,
         progress: Progress,
         working_s: Callable[[], float],
         state_dir: Path | None,

@@ -84,7 +84,7 @@ class Site:
         return wire.TrainRequest(
             **{
                 "operation_id": operation_id,
-                "capture_path": str(self.ring.path),
+                "capture_paths": [str(self.ring.path)],
                 "target_path": str(self.target),
                 "parent_version": self.parent,
                 "workloads": ["b"],

@@ -28,7 +28,7 @@ def workloads(found: list[Standing]) -> list[str]:
 def fail(alarms: DriftAlarms, now_s: float, error: str = "no gain") -> None:
     """A recalibration of b begins and fails."""
     tried = operation()
-    alarms.answered_by(tried, "e", ["b"], now_s)
+    alarms.answered_by(tried, ["e"], ["b"], now_s)
     tried.state, tried.error = "failed", error
     alarms.tick(now_s)
 
@@ -54,11 +54,24 @@ def test_replicas_that_saw_the_same_drift_need_no_recalibration_of_their_own() -
     alarms.note("g", replace(alarm("b"), drafter_version="v0002-y"))
     alarms.hold("h", alarm("b"))
     answer = replace(operation(), detail={"parent": "v0001-x", "workloads": ["b"]})
-    alarms.answered_by(answer, "e", ["b"], 0.0)
+    alarms.answered_by(answer, ["e"], ["b"], 0.0)
     answer.state = "succeeded"
     alarms.tick(1.0)
     alarms.release(is_explained=False)
     assert sorted((one.engine_id, one.alarm.workload) for one in alarms.due(1.0)) == [("e", "c"), ("f", "c"), ("g", "b")]
+
+
+def test_replicas_whose_samples_are_used_are_answered_together() -> None:
+    alarms = DriftAlarms(PAUSE_S)
+    for engine_id, since_s in (("e", 300.0), ("f", 200.0), ("g", 100.0)):
+        alarms.note(engine_id, replace(alarm("b"), since_s=since_s))
+    assert alarms.since_s(["e", "f"], ["b"]) == 200.0
+    answer = operation()
+    alarms.answered_by(answer, ["e", "f"], ["b"], 0.0)
+    assert [one.engine_id for one in alarms.due(1.0)] == ["g"]
+    answer.state = "failed"
+    alarms.tick(1.0)
+    assert sorted(one.engine_id for one in alarms.due(1.0 + PAUSE_S)) == ["e", "f", "g"]
 
 
 def test_alarms_of_an_engine_that_is_gone_for_a_day_are_dropped() -> None:
@@ -89,7 +102,7 @@ def test_a_recalibration_answers_the_workloads_that_it_is_of() -> None:
         alarms.note("e", alarm(workload))
     alarms.note("f", alarm("b"))
     tried = operation()
-    alarms.answered_by(tried, "e", ["b"], 0.0)
+    alarms.answered_by(tried, ["e"], ["b"], 0.0)
     assert [(one.engine_id, one.alarm.workload) for one in alarms.due(0.0)] == [("e", "c"), ("f", "b")]
     tried.state = "succeeded"
     alarms.answered_by(operation(), "e", [], 1.0)  # of all of that engine's
@@ -136,8 +149,8 @@ def test_the_time_at_which_drift_began_is_that_of_all_the_workloads_asked_for() 
     for workload, since_s in (("a", 500.0), ("b", 300.0), ("c", 0.0)):
         alarms.note("e", replace(alarm(workload), since_s=since_s))
     asked = (["a"], ["a", "b"], ["a", "c"], ["a", "d"], [])
-    assert [alarms.since_s("e", names) for names in asked] == [500.0, 300.0, 0.0, 0.0, 0.0]
-    assert alarms.since_s("other", ["a"]) == 0.0
+    assert [alarms.since_s(["e"], names) for names in asked] == [500.0, 300.0, 0.0, 0.0, 0.0]
+    assert alarms.since_s(["other"], ["a"]) == 0.0
 
 
 def test_all_attempts_together_have_the_whole_error() -> None:
@@ -164,7 +177,7 @@ def test_a_newer_alarm_is_not_replaced_by_the_one_that_failed() -> None:
     alarms = DriftAlarms(PAUSE_S)
     alarms.note("e", alarm("b"))
     tried = operation()
-    alarms.answered_by(tried, "e", ["b"], 0.0)
+    alarms.answered_by(tried, ["e"], ["b"], 0.0)
     alarms.note("e", alarm("b", "worse still"))
     tried.state = "failed"
     alarms.tick(1.0)
@@ -176,7 +189,7 @@ def test_while_it_is_under_way_it_neither_stands_nor_falls() -> None:
     alarms = DriftAlarms(PAUSE_S)
     alarms.note("e", alarm("b"))
     tried = operation()
-    alarms.answered_by(tried, "e", ["b"], 0.0)
+    alarms.answered_by(tried, ["e"], ["b"], 0.0)
     alarms.tick(1e9)
     assert alarms.due(1e9) == []
     tried.state = "failed"
@@ -188,7 +201,7 @@ def test_what_somebody_cancelled_is_not_tried_again() -> None:
     alarms = DriftAlarms(PAUSE_S)
     alarms.note("e", alarm("b"))
     tried = operation()
-    alarms.answered_by(tried, "e", ["b"], 0.0)
+    alarms.answered_by(tried, ["e"], ["b"], 0.0)
     tried.state = "cancelled"
     alarms.tick(0.0)
     assert alarms.due(1e9) == []
@@ -242,7 +255,7 @@ def test_what_was_being_answered_stands_again_after_a_restart_if_that_failed(sta
     disk, tried = Disk(), operation()
     alarms = disk.life()
     alarms.note("e", alarm("b"))
-    alarms.answered_by(tried, "e", ["b"], 0.0)
+    alarms.answered_by(tried, ["e"], ["b"], 0.0)
     tried.state = state
     alarms = disk.life(known=tried)
     assert alarms.due(1e9) == []
@@ -278,9 +291,9 @@ def test_a_failure_that_the_next_request_is_the_first_to_see_still_counts() -> N
     alarms = DriftAlarms(PAUSE_S)
     alarms.note("e", alarm("b"))
     tried, again = operation(), operation()
-    alarms.answered_by(tried, "e", ["b"], 0.0)
+    alarms.answered_by(tried, ["e"], ["b"], 0.0)
     tried.state = "failed"
-    alarms.answered_by(again, "e", ["b"], 1.0)
+    alarms.answered_by(again, ["e"], ["b"], 1.0)
     assert alarms.due(1e9) == []
     again.state = "failed"
     alarms.tick(2.0)

@@ -172,6 +172,30 @@ def test_an_engine_of_another_method_is_given_no_version(stage: Stage, settings:
         other.close()
 
 
+def test_replicas_learn_together(stage: Stage, settings: Settings) -> None:
+    """Data-parallel ones share the traffic, so each has a part of the samples. Another target's aren't for this drafter."""
+    others = [
+        ServingEngine(settings.paths.engine_socket, engine_id=name, checkpoint=stage.engine.checkpoint)
+        for name in ("replica", "layers", "tuned", "silent")
+    ]
+    differs: list[dict[str, Any]] = [{}, {"features": "layers"}, {"target_path": "/models/other"}, {"capture_path": ""}]
+    try:
+        for other, more in zip(others, differs, strict=True):
+            other.attach(**({"capture_path": f"/{other.engine_id}"} | more))
+        operation_id, request = stage.recalibrate(engine_id="engine-0")
+        assert request.capture_paths == ["/ring", "/replica"]
+        stage.trainer.send(wire.TrainerStatus(trainer_id="trainer-0", state="collecting", operation_id=operation_id))
+        others[0].expect(wire.Policy, lambda policy: policy.capture_share == 1.0)
+        with stage.service.lock:
+            now_s = stage.service.monotonic()
+            asked = {name: stage.service.recalibrations.capture_override(name, now_s) for name in ("replica", "layers")}
+        assert asked["replica"] is not None
+        assert asked["layers"] is None
+    finally:
+        for other in others:
+            other.close()
+
+
 def test_a_pair_that_cannot_be_trained_is_refused_with_the_engine_s_reasons(stage: Stage) -> None:
     reasons = ["quantization is not supported for training", "the target's files have no tensor lm_head.weight"]
     stage.engine.attach(capabilities=["events", "draft_length", "swap"], untrained=reasons)
@@ -237,7 +261,7 @@ def test_weights_that_came_through_vllms_own_endpoint_are_left_alone(stage: Stag
 def test_a_recalibration_is_tried_out_on_live_traffic_and_promoted(stage: Stage) -> None:
     stage.serve_workload("b")
     operation_id, request = stage.recalibrate(workloads=["b"], reason="why not")
-    assert (request.parent_version, request.workloads, request.capture_path) == (stage.first, ["b"], "/ring")
+    assert (request.parent_version, request.workloads, request.capture_paths) == (stage.first, ["b"], ["/ring"])
     # While it collects, requests are captured.
     stage.engine.expect(wire.Policy, lambda policy: policy.capture_share == 1.0)
     stage.trainer.send(wire.TrainerStatus(trainer_id="trainer-0", state="training", operation_id=operation_id, steps=7))

@@ -49,7 +49,7 @@ class Site:
         return Recalibration(
             wire.TrainRequest(
                 operation_id="op",
-                capture_path=str(self.ring.path),
+                capture_paths=[str(self.ring.path)],
                 target_path=str(self.target),
                 **request,
             ),

@@ -83,7 +83,7 @@ def make_trainer(
     )
     request = wire.TrainRequest(
         operation_id="op",
-        capture_path=str(ring.path),
+        capture_paths=[str(ring.path)],
         target_path=str(target),
         parent_version=parent,
         workloads=["b"],

@@ -113,7 +113,7 @@ def site(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
     )
     train = wire.TrainRequest(
         operation_id="op-1",
-        capture_path=str(ring.path),
+        capture_paths=[str(ring.path)],
         target_path=str(target),
         parent_version=parent,
         workloads=["b"],

@@ -36,6 +36,23 @@ def test_rings_that_appear_later_are_found_and_share_the_memory(tmp_path):
     assert [feed.store.cap_bytes for feed in traffic.feeds] == [500, 500]
 
 
+def test_engines_may_be_learned_from_together_if_their_rows_are_alike(tmp_path):
+    rings = [ring_of(tmp_path, "e0"), ring_of(tmp_path, "e1"), ring_of(tmp_path, "wider", 2 * WIDTH), ring_of(tmp_path, "silent")]
+    traffic = follow(tmp_path)
+    joint = traffic.joint([ring.path for ring in (rings[3], *rings[:3])])
+    assert (joint.store.workloads(), joint.is_fused) == ([], True)
+    write_sessions(rings[0], "a", 30)
+    write_sessions(rings[1], "b", 20)
+    rings[2].write_rows("r", "c", "v", 0, np.arange(50, dtype=np.int32), np.zeros((50, 2 * WIDTH), np.uint16), 0, 0.0, "s")
+    rings[2].write_end("r", "c")
+    drain(traffic)
+    assert traffic.feed(rings[2].path).store.workloads() == ["c"]
+    assert joint.store.workloads() == ["a", "b"]
+    held = [one for workload in "ab" for side in (False, True) for one in joint.store.stretches(workload, side)]
+    assert len({one.session for one in held}) == 50
+    assert joint.store.digest(held) == joint.store.digest(held[::-1])
+
+
 def test_all_engines_together_hold_no_more_than_the_limit(tmp_path):
     traffic = follow(tmp_path, sample_bytes=60_000)
     for engine in range(5):
