@@ -181,6 +181,7 @@ def _memory(settings: Settings, status: dict[str, Any] | None, command: Sequence
     needed, is_gpu = need(device), device.startswith("cuda")
     if is_gpu:
         listing, is_auto = doctor_memory.gpu_listing(), trainer.device == "auto"
+        device = doctor_memory.roomiest(listing) if is_auto else device
         yield from doctor_memory.check_gpu(listing, device, needed, is_auto=is_auto)
         if is_auto and not doctor_memory.may_fit(listing, device, needed):
             needed, is_gpu = need("cpu"), False

@@ -92,6 +92,12 @@ def need(settings: TrainerSettings, config: DrafterConfig | None, scope: Scope, 
     return Need(estimate, cures, settings.memory_bytes, guess)
 
 
+def roomiest(listing: str | None) -> str:
+    """The GPU that the trainer takes by itself: the one with most free memory."""
+    free = {index: free for index, (_, free) in _memories(listing or "").items()}
+    return f"cuda:{max(free, key=lambda index: free[index])}" if free else "cuda"
+
+
 def may_fit(listing: str | None, device: str, needed: Need) -> bool:
     """Tell whether a training fits on a GPU, as far as the listing says."""
     found = _memory_of(listing, device)

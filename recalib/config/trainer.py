@@ -55,7 +55,7 @@ class TrainerSettings(SampleSettings):
     trainer_id: str = "trainer-0"
     """The trainer's name in the log and in metrics."""
     device: str = "auto"
-    """cpu, cuda or cuda:N, as PyTorch names it. "auto": the GPU if there is one and a training fits into its free memory, else
+    """cpu, cuda or cuda:N, as PyTorch names it. "auto": the GPU with most free memory if a training fits into that, else
     the CPU; each training anew."""
     yields_to: tuple[str, ...] = ("*",)
     """Ids of the engines on the device or its cores; `*` matches anything. Training runs while none of them has a request,

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -18,11 +19,38 @@ LEAST_BYTES = 2 * GIB
 
 
 def devices_of(name: str) -> list[torch.device]:
-    """Return the devices that `trainer.device` allows, in the order in which they are tried."""
+    """Return the devices that `trainer.device` allows, in the order in which they are tried: the GPU with most room first."""
     if name != AUTO:
         return [torch.device(name)]
     gpus = [torch.device("cuda")] if torch.cuda.is_available() else []
+    free = free_on_gpus()
+    if gpus and len(free) > 1:
+        gpus = [torch.device("cuda", index) for index in sorted(free, key=lambda index: -free[index])]
     return [*gpus, torch.device("cpu")]
+
+
+def free_on_gpus() -> dict[int, int]:
+    """Free bytes of the GPUs that this process may use, by PyTorch's numbers; empty where `nvidia-smi` doesn't say.
+
+    A CUDA context, which PyTorch needs to tell, would take half a gigabyte of each.
+    """
+    query = ("nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits")
+    free: dict[str, int] = {}
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        for line in listed.splitlines():
+            index, uuid, mebibytes = (part.strip() for part in line.split(","))
+            free[index] = free[uuid] = int(mebibytes) << 20
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        names = [name.strip() for name in visible.split(",")] if visible else [name for name in free if name.isdecimal()]
+        return {number: free[_whole(name, free)] for number, name in enumerate(names)}
+    except (OSError, ValueError, KeyError, subprocess.SubprocessError):
+        return {}
+
+
+def _whole(name: str, known: Iterable[str]) -> str:
+    """A GPU's number, or its UUID, of which CUDA takes the beginning, too."""
+    return name if name.isdecimal() else next((one for one in known if one.startswith(name)), name)
 
 
 class DeviceError(RuntimeError):
@@ -30,19 +58,14 @@ class DeviceError(RuntimeError):
 
 
 def check_gpu(device: torch.device) -> None:
-    """Look at a GPU from outside: a CUDA context would take half a gigabyte of a full one.
+    """Look at a GPU from outside.
 
     Raises:
         DeviceError: nothing compiles its kernels, or less than LEAST_BYTES are free, as far as `nvidia-smi` says.
     """
     if lacks := lacks_for_kernels(Path(sysconfig.get_path("include"))):
         raise DeviceError(f"there is {' and '.join(lacks)}, which kernels are compiled with: install gcc and Python's headers")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
-    query = ("nvidia-smi", f"--id={visible}", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
-    try:
-        free = int(subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout) << 20
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return
+    free = free_on_gpus().get(device.index or 0, LEAST_BYTES)
     if free < LEAST_BYTES:
         raise DeviceError(f"{in_words(free)} are free on {device}, and a training needs {in_words(LEAST_BYTES)} at least")
 

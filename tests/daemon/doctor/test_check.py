@@ -240,6 +240,12 @@ def test_of_auto_it_says_where_a_training_fits(
     assert [check.subject for check in diagnose._memory(settings, None)] == ["memory"]
 
 
+def test_of_several_gpus_it_names_the_one_that_auto_takes() -> None:
+    assert doctor_memory.roomiest(SMI) == "cuda:0"
+    assert doctor_memory.roomiest("0, 143771, 100\n1, 143771, 20000\n") == "cuda:1"
+    assert doctor_memory.roomiest(None) == "cuda"
+
+
 def test_gpu_memory_left_for_training() -> None:
     assert only(doctor_memory.check_gpu(SMI, "cuda", need(10 * GIB))).level == "ok"
     found = only(doctor_memory.check_gpu(SMI, "cuda:1", need(10 * GIB)))

@@ -37,7 +37,8 @@ def test_rings_that_appear_later_are_found_and_share_the_memory(tmp_path):
 
 
 def test_engines_may_be_learned_from_together_if_their_rows_are_alike(tmp_path):
-    rings = [ring_of(tmp_path, "e0"), ring_of(tmp_path, "e1"), ring_of(tmp_path, "wider", 2 * WIDTH), ring_of(tmp_path, "silent")]
+    widths = {"e0": WIDTH, "e1": WIDTH, "wider": 2 * WIDTH, "silent": WIDTH}
+    rings = [ring_of(tmp_path, name, width) for name, width in widths.items()]
     traffic = follow(tmp_path)
     joint = traffic.joint([ring.path for ring in (rings[3], *rings[:3])])
     assert (joint.store.workloads(), joint.is_fused) == ([], True)

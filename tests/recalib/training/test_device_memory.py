@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,18 +87,40 @@ def test_auto_goes_to_the_next_device_where_it_does_not_fit(monkeypatch: pytest.
         run.check_memory()
 
 
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let nvidia-smi answer this."""
+
+    def answers(text: str) -> None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\nprintf '%s' '{text}'\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    return answers
+
+
 @pytest.mark.parametrize(("answer", "is_full"), [("1200", True), ("2048", False), ("[N/A]", False), ("", False)])
 def test_a_full_gpu_is_looked_at_from_outside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, is_full: bool
+    smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, answer: str, is_full: bool
 ) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/asked\necho '{answer}'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5,GPU-7")
+    smi(f"0, GPU-77aa, 9000\n3, GPU-55bb, {answer}\n" if answer else "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-55,GPU-77")
     with pytest.raises(DeviceError, match=r"1\.2 GiB are free") if is_full else contextlib.nullcontext():
         check_gpu(torch.device("cuda"))
-    assert "--id=GPU-5" in (tmp_path / "asked").read_text()
+
+
+@pytest.mark.parametrize(("visible", "first"), [("", [2, 0, 1]), ("2,1", [0, 1]), ("GPU-a,GPU-c", [1, 0]), ("MIG-1", [])])
+def test_auto_takes_the_gpu_with_most_room(
+    smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, visible: str, first: list[int]
+) -> None:
+    """Not the one that serves, where another one is free."""
+    smi("0, GPU-a, 4000\n1, GPU-b, 3000\n2, GPU-c, 80000\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    *gpus, last = devices_of("auto")
+    assert gpus == ([torch.device("cuda", index) for index in first] or [torch.device("cuda")])
+    assert last == torch.device("cpu")
 
 
 def test_a_gpu_without_a_compiler_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
