@@ -66,6 +66,7 @@ class _WorkerSide:
                 kind,
                 bytes.fromhex(settings["secret"]),
             )
+            self.runner.looks_first = norm is None or kind == "layers"
 
     def begin(self) -> None:
         """Take part in the runner's steps from now on, on all ranks alike."""

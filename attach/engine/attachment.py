@@ -40,6 +40,8 @@ from honed.attach.trees.slots import block_tokens_of, reserve
 
 logger = logging.getLogger("honed.attach")
 
+NO_BUSY_FLAG = "the trainer can't see when this engine has requests, and may train beside them"
+"""How the limit begins that says why."""
 MOST_NOTED = 8
 """Requests a step whose length is read: finding a request takes many cache misses. The others' lengths are their last ones
 plus the tokens since."""
@@ -104,7 +106,7 @@ class Attachment:
         self._plan: Plan | None = None
         self._busy = BusyFlag(settings.busy_path)
         if self._busy.problem:
-            limit = f"the trainer can't see when this engine has requests, and may train beside them: {self._busy.problem}"
+            limit = f"{NO_BUSY_FLAG}: {self._busy.problem}"
             logger.warning("honed: %s; honed tries again", limit)
             findings = replace(findings, limits=(*findings.limits, limit))
         self._log = StepLog()
@@ -201,6 +203,9 @@ class Attachment:
         self._has_news = False  # first: what comes from here on must not get lost
         if self._busy.problem:
             self._busy.make()
+            if not self._busy.problem:
+                self._workers.drop_limit(NO_BUSY_FLAG)
+                self._publisher.reintroduce()
         if self._workers.attach():
             self._publisher.reintroduce()
         if "trees" in self._workers.findings.capabilities and self._most_tokens < self._num_spec_tokens:

@@ -70,8 +70,8 @@ class BusyFlag:
             os.pwrite(descriptor, FLAG.pack(self._is_busy, self._raised_ns), 0)
             temporary.rename(self._path)
         except OSError:
-            temporary.unlink()
             os.close(descriptor)
+            temporary.unlink()
             raise
         self._descriptor = descriptor
 

@@ -131,6 +131,11 @@ class WorkerLink:
         else:
             self.findings = replace(self.findings, capabilities=(*self.findings.capabilities, "trees"))
 
+    def drop_limit(self, beginning: str) -> None:
+        """Forget limits that no longer hold."""
+        kept = tuple(limit for limit in self.findings.limits if not limit.startswith(beginning))
+        self.findings = replace(self.findings, limits=kept)
+
     def end_trees(self) -> None:
         """Note that the workers verify chains from now on."""
         self._drop(("trees",), "trees are off: they failed too often; vLLM's log has the first error")

@@ -52,8 +52,8 @@ class RequestBook:
         named = adapter[:MAX_LABEL_CHARS] if adapter and labels.workload == DEFAULT_WORKLOAD else labels.workload
         if (workload := self.workloads(named, self._monotonic())) != labels.workload:
             labels = replace(labels, workload=workload)
-            # The workers read the label here, for the samples.
-            sampling_params.extra_args = {**(sampling_params.extra_args or {}), WORKLOAD: workload}
+            if sampling_params is not None:  # the workers read the label here, for the samples
+                sampling_params.extra_args = {**(sampling_params.extra_args or {}), WORKLOAD: workload}
         given = float(sampling_params.temperature) if sampling_params is not None else 0.0
         temperature = min(max(0.0, given), MAX_TEMPERATURE)  # in this order NaN, which vLLM takes, becomes 0
         self._running[request_id] = workload

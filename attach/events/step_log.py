@@ -27,8 +27,9 @@ NUM_VERIFIED = "honed_num_verified"
 
 
 TREES = "honed_trees"
-TREES_ARE_OFF = "honed_trees_are_off"
 """Attribute of a `ModelRunnerOutput`: `TreeRound`s by request id, where drafts were the nodes of a tree."""
+TREES_ARE_OFF = "honed_trees_are_off"
+"""Attribute of a `ModelRunnerOutput`: trees failed so often that the worker makes none any more."""
 
 
 class TreeRound(NamedTuple):

@@ -54,6 +54,9 @@ class Runner(ABC):
         self._runner = model_runner
         self.num_steps = 0
         """Steps begun since `count_steps`: the same number on every rank between the same two steps."""
+        self.looks_first = False
+        """Whether a step's view is taken before the draft pass, for the target's states: a CUDA graph of the drafter may write
+        where the target's graph left them. What the drafter makes of them is there after it."""
 
     @property
     def model_runner(self) -> Any:
@@ -91,7 +94,7 @@ class Runner(ABC):
         """The arguments of `propose`, before it runs, since it may change them; None for a dummy step."""
 
     def wrap(self, on_schedule: OnSchedule, on_step: OnStep, on_error: Callable[[str], None]) -> None:
-        """Call `on_schedule(scheduler_output)` before each step and `on_step(view)` after each draft pass, from now on.
+        """Call `on_schedule(scheduler_output)` before each step and `on_step(view)` beside each draft pass, from now on.
 
         Both run inside vLLM's step: they must not synchronise with the device. Their exceptions go to `on_error`.
         """
@@ -110,13 +113,19 @@ class Runner(ABC):
                 view = runner.view(args, kwargs)
             except Exception:
                 on_error("view")
+            if runner.looks_first:
+                look(view)
             drafts = propose(*args, **kwargs)
+            if not runner.looks_first:
+                look(view)
+            return drafts
+
+        def look(view: StepView | None) -> None:
             try:
                 if view is not None:
                     on_step(view)
             except Exception:
                 on_error("on_step")
-            return drafts
 
         self._runner.execute_model = execute_model
         self.drafter.propose = propose_and_look
@@ -136,14 +145,15 @@ class RunnerV1(Runner):
         if positions.dim() > 1:  # M-RoPE: for text all dimensions are the same
             positions = positions[0]
         starts = kwargs["common_attn_metadata"].query_start_loc_cpu.numpy().astype(np.int64)
+        aux: torch.Tensor = kwargs["target_hidden_states"]
 
         return StepView(
             req_ids=self._runner.input_batch.req_ids[: len(starts) - 1],
             row_starts=starts,
             token_ids=kwargs["target_token_ids"],
             positions=positions,
-            states=lambda: self.drafter._dflash_hidden_states,
-            aux=kwargs["target_hidden_states"],
+            states=lambda: self.fuse(aux) if (made := self.drafter._dflash_hidden_states) is None else made,
+            aux=aux,
             fuse=self.fuse,
             num_rejected=kwargs["num_rejected_tokens_gpu"],
         )

@@ -172,7 +172,7 @@ def test_every_round_is_logged_once_and_draft_lengths_change_no_token(two_ranks:
 
 
 def test_one_rank_captures_and_its_rows_are_the_targets(two_ranks: TestEngine, tmp_path: Path) -> None:
-    contract.test_captured_features_are_the_targets(two_ranks, tmp_path)
+    contract.test_captured_features_are_the_targets(two_ranks, tmp_path, contract.K)
     captured = of_each_rank(two_ranks, "honed_capture", 0.0, "v-test")
     assert captured[0]["rows"] > 0
     assert captured[0]["errors"] == 0

@@ -117,20 +117,26 @@ def test_each_step_says_why_its_lengths_are_what_they_are(attached: TestEngine, 
         honed.errors.count = 0
 
 
-def test_captured_features_are_the_targets(attached: TestEngine, tmp_path: Path) -> None:
-    """Every row equals fc + hidden_norm over a full-precision forward of the target, and only at the right layer."""
+@pytest.mark.parametrize("num_drafts", [K, 0])
+def test_captured_features_are_the_targets(attached: TestEngine, tmp_path: Path, num_drafts: int) -> None:
+    """Every row equals fc + hidden_norm over a full-precision forward of the target, and only at the right layer.
+
+    Also in steps that draft nothing, as while a drafter that has drifted is retrained.
+    """
     from honed.recalib.drafter.checkpoint import load_drafter
     from honed.recalib.samples.ring_reader import RingReader
 
-    set_policy(attached)
+    set_policy(attached, static_k=num_drafts)
     wait_until_compiled(attached)
+    reader = RingReader(attached.honed._settings.ring_path)
+    reader.poll(100_000)
     attached.rpc("honed_capture", 1.0, "v-test")
     completions = attached.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS)
     # On CUDA rows are committed a step late.
     attached.generate(prompts()[:1], temperature=0.0, max_tokens=1, extra=[{"honed_capture": 0}])
     attached.rpc("honed_capture", 0.0, "v-test")
     wait_until_written(attached)
-    records = RingReader(attached.honed._settings.ring_path).poll(100_000).records
+    records = reader.poll(100_000).records
     tokenizer = attached.llm.get_tokenizer()
     drafter = load_drafter(DRAFTER, TARGET)
     layer_ids = drafter.config.target_layer_ids
@@ -141,7 +147,7 @@ def test_captured_features_are_the_targets(attached: TestEngine, tmp_path: Path)
         expected, shifted = (drafter.fuse(torch.cat([hidden[i + 1 + by] for i in layer_ids], dim=-1)) for by in (0, -1))
         rows = rows_of(records, ids)
         # What the last round emitted was never an input: at most a whole block has no rows.
-        assert len(rows) >= len(ids) - K - 1, "committed rows are missing"
+        assert len(rows) >= len(ids) - num_drafts - 1, "committed rows are missing"
         for position, feature in rows.items():
             row = torch.tensor(feature)
             assert torch.allclose(row, expected[position], atol=exact, rtol=exact), f"row {position} is misaligned"
