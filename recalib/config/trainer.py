@@ -125,7 +125,7 @@ class TrainerSettings(SampleSettings):
     """Longest wait for `min_training_tokens`."""
     deadline_s: float = 3600.0
     """Longest time of an operation outside its training: waiting for samples and for idle time, gating, writing. Time while
-    training is paused doesn't count."""
+    training is paused doesn't count. Training ends once half of what was left at its beginning is over."""
     max_gate_rows: int = 16384
     """Held-out rows judged for each workload, in whole sessions."""
 
@@ -143,7 +143,8 @@ class TrainerSettings(SampleSettings):
         "save_state_s": Range(0, 1e9),
         "ema_decay": Range(0, 1, excludes_high=True),
         "denoising_steps": Range(1, MAX_DENOISING_STEPS),
-        **dict.fromkeys(("anchors_per_micro_step", "micro_steps_per_update", "max_steps", "rows_per_micro_step"), COUNT),
+        **dict.fromkeys(("anchors_per_micro_step", "micro_steps_per_update", "max_steps"), COUNT),
+        "rows_per_micro_step": Range(64),
         "break_share": SHARE,
         "blends": Range(0, 1, excludes_low=True),
         "preempt_budget_s": Range(0, 60),

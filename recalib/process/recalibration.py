@@ -1,7 +1,7 @@
 """One operation from request to result, in units so small that serving never waits for more than one.
 
     collecting   until there are enough rows and enough held-out sessions of the workloads that must gain
-    training     micro-steps, some blocks at a time, until max_steps or max_seconds
+    training     micro-steps, some blocks at a time, until max_steps, max_seconds, or half of the time left for the operation
     gating       parent and candidate on the same held-out sessions, some blocks at a time
     (writing)    the candidate goes to the registry if it passes the gate
 
@@ -78,7 +78,7 @@ class Recalibration:
     @property
     def _waited_s(self) -> float:
         """Seconds outside training."""
-        return self.elapsed_s - self.progress.train_seconds
+        return self.progress.carried_s + self.elapsed_s - self.progress.train_seconds
 
     @property
     def needs_device(self) -> bool:
@@ -142,7 +142,7 @@ class Recalibration:
             self.progress,
             self._working_s,
             self._state_dir,
-            lambda: self._waited_s / self._settings.deadline_s,
+            lambda: self._waited_s,
         )
         request, is_usable = self.request, self._usable(parent, run.vocab_size, run.num_draft_tokens)
         samples = Selection(self._feed.store, is_usable, request.workloads, request.since_s)

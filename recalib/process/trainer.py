@@ -354,6 +354,7 @@ def stand_back(settings: TrainerSettings) -> None:
     A CUDA stream's priority would only rank streams within one process. Must be called before CUDA is.
     """
     os.environ.setdefault("CUDA_MPS_CLIENT_PRIORITY", "1")
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # GPUs have the numbers that nvidia-smi shows
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a process on each core, beside vLLM
     if settings.nice:
         os.nice(settings.nice)

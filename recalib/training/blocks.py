@@ -15,8 +15,8 @@ from honed.recalib.samples.sample import PackedSamples, TrainingSample
 def eligible_anchors(packed: PackedSamples, num_draft_tokens: int) -> Tensor:  # [N] rows
     """Emitted tokens with at least one row of context before them and a whole block of labels after them, in the same sample.
 
-    A server drafts after no other tokens. Blocks within prompts would teach text that the target didn't write: on the tiny pair
-    that gave 3 % less acceptance length, and a long prompt has many times the rows of its answer.
+    A server drafts after no other tokens. Blocks within prompts would teach text that the target didn't write, and a long
+    prompt has many times the rows of its answer.
     """
     rows = torch.arange(len(packed.segments))
     has_context = rows > packed.starts[packed.segments]

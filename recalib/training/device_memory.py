@@ -19,13 +19,13 @@ LEAST_BYTES = 2 * GIB
 
 
 def devices_of(name: str) -> list[torch.device]:
-    """Return the devices that `trainer.device` allows, in the order in which they are tried: the GPU with most room first."""
+    """Return the devices that `trainer.device` allows, in the order in which they are tried: of GPUs the one with most room."""
     if name != AUTO:
         return [torch.device(name)]
     gpus = [torch.device("cuda")] if torch.cuda.is_available() else []
     free = free_on_gpus()
     if gpus and len(free) > 1:
-        gpus = [torch.device("cuda", index) for index in sorted(free, key=lambda index: -free[index])]
+        gpus = [torch.device("cuda", max(free, key=lambda index: free[index]))]
     return [*gpus, torch.device("cpu")]
 
 

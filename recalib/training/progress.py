@@ -26,6 +26,8 @@ class Progress:
     dropped_updates: int = 0
     """Updates whose loss or gradient wasn't finite."""
     train_seconds: float = 0.0
+    carried_s: float = 0.0
+    """Seconds since the request that another process spent on it, of which this one's clock knows nothing."""
     memory_bytes: int = 0
     """Estimated memory of the training; 0 before the estimate."""
     gate: list[wire.GateFigures] = field(default_factory=list)

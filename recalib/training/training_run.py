@@ -47,7 +47,8 @@ MOST_DROPPED = 5
 ALLOWED = 1.25
 """Memory that our process may take on a GPU, of its estimate: others allocate there, too."""
 TRAINING_SHARE = 0.5
-"""Part of the deadline within which a training ends."""
+"""Part of the time left to the deadline within which a training ends."""
+_WAITING = "waiting for idle engines; try again at a quieter time, or raise trainer.deadline_s and max_seconds"
 LEAST_LOST = 0.1
 """Accepted drafts a round whose loss is called a divergence, at least."""
 _SAVED = ("steps", "tokens", "loss", "dropped_updates", "train_seconds")
@@ -58,7 +59,7 @@ class TrainingRun:
 
     Args:
         working_s: clock that training is timed with.
-        spent: () -> share of the operation's deadline that waiting has taken.
+        waited_s: () -> seconds that the operation has spent outside training.
         state_dir: folder of the saved state; None: a killed training restarts from the beginning.
     """
 
@@ -71,10 +72,12 @@ class TrainingRun:
         progress: Progress,
         working_s: Callable[[], float],
         state_dir: Path | None,
-        spent: Callable[[], float] = lambda: 0.0,
+        waited_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._request, self._settings, self._parent_dir, self._feed = request, settings, parent_dir, feed
-        self._progress, self._working_s, self._spent = progress, working_s, spent
+        self._progress, self._working_s, self._waited_s = progress, working_s, waited_s
+        self._waited_then_s = 0.0
+        """What it had spent so when the training began."""
         self._devices = devices_of(settings.device)
         self._device = self._devices[0]
         self._config = read_drafter_config(parent_dir, request.num_draft_tokens)
@@ -176,15 +179,20 @@ class TrainingRun:
     def steps(self, drafter: Drafter, parent: Drafter, samples: Selection) -> Iterator[None]:
         """Do micro-steps until max_steps or max_seconds; then the drafter holds the result.
 
-        Where the engines leave little time, what was trained by half of the deadline is the result: the gate needs time, too.
+        Where the engines leave little time, what was trained within half of the time to the deadline is the result: the gate
+        needs time, too.
+
+        Raises:
+            OperationError: there was no time at all.
         """
         request, settings, progress = self._request, self._settings, self._progress
         trainer = MicroTrainer(drafter, self._training, parent)
         mix = WorkloadMix(samples, request.workloads, MUST_GAIN_SHARE, settings.rows_per_micro_step, settings.seed)
         pace = self.pace()
+        self._waited_then_s = self._waited_s()
         self._take_up(trainer, mix)
         saved_s = progress.train_seconds
-        while self._done < 1.0 or not trainer.num_updates:
+        while self._done < 1.0:
             yield
             yield from self._micro_step(trainer, mix, pace)
             if trainer.is_between_updates and progress.train_seconds - saved_s >= settings.save_state_s:
@@ -194,6 +202,8 @@ class TrainingRun:
         if trainer.is_between_updates and progress.train_seconds > saved_s:
             yield
             self._save(trainer, mix)  # the gate may be interrupted as well
+        if not trainer.num_updates:
+            raise OperationError(f"no time was left for an update: {self._waited_s():.0f} s went by {_WAITING}")
         trainer.finish()
         yield
 
@@ -202,7 +212,8 @@ class TrainingRun:
         """Share of the training that is over."""
         progress = self._progress
         by_limits = max(progress.steps / progress.max_steps, progress.train_seconds / self._request.max_seconds)
-        return max(by_limits, self._spent() / TRAINING_SHARE)
+        waited_s = self._waited_s() - self._waited_then_s
+        return max(by_limits, waited_s / (TRAINING_SHARE * max(self._settings.deadline_s - self._waited_then_s, 1.0)))
 
     def _micro_step(self, trainer: MicroTrainer, mix: WorkloadMix, pace: Pace) -> Iterator[None]:
         """Do one micro-step in parts; time between them isn't training time."""
@@ -282,8 +293,10 @@ class TrainingRun:
             return
         progress = self._progress
         figures = {name: getattr(progress, name) for name in _SAVED}
+        figures |= {"carried_s": self._waited_s() + progress.train_seconds}
         try:
-            self._state.save(trainer.state(), {"progress": figures, "mix": mix.state()})
+            facts = {"progress": figures, "mix": mix.state(), "waited_then_s": self._waited_then_s}
+            self._state.save(trainer.state(), facts)
         except OSError as error:  # a full disk does not stop training
             log.warning("the training's state could not be saved", error=str(error))
 
@@ -296,4 +309,5 @@ class TrainingRun:
         mix.load_state(facts["mix"])
         for name, value in facts["progress"].items():
             setattr(self._progress, name, value)
+        self._waited_then_s = facts["waited_then_s"]
         log.info("training goes on", operation_id=self._request.operation_id, steps=self._progress.steps)

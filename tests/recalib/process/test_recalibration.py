@@ -205,6 +205,31 @@ def test_where_little_time_is_left_for_training_what_was_learned_is_judged(site)
     assert result.gate
 
 
+def test_a_training_that_begins_late_has_half_of_what_is_left(site):
+    """The engines were busy for most of the time, and are idle now."""
+    write_sessions(site.ring, "b", 40)
+    operation = site.begin()
+    while operation.progress.stage == "collecting":
+        operation.advance()
+    site.now_s += 0.7 * SETTINGS.deadline_s
+    result = site.finish(operation)
+    assert result.steps == SETTINGS.max_steps
+    assert result.version
+
+
+def test_a_training_without_time_for_an_update_is_not_judged(site):
+    write_sessions(site.ring, "b", 40)
+    operation = site.begin(replace(SETTINGS, micro_steps_per_update=8))
+    while not operation.progress.steps:
+        site.now_s += 0.01
+        operation.advance()
+    site.now_s += 0.6 * SETTINGS.deadline_s
+    result = site.finish(operation)
+    assert not result.ok
+    assert "no time was left for an update" in result.error
+    assert not result.gate
+
+
 def test_the_deadline_does_not_count_training(site):
     write_sessions(site.ring, "b", 40)
     operation = site.begin()
