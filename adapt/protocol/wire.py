@@ -424,8 +424,6 @@ class TrainRequest(_Message, frozen=True):
     """daemon -> trainer: make a candidate."""
 
     operation_id: Name
-    capture_paths: Texts
-    """Rings of the engines whose samples it learns from: replicas of one target and drafter."""
     target_path: Text
     parent_version: Name
     scope: Name = "kv-frozen"
@@ -446,6 +444,8 @@ class TrainRequest(_Message, frozen=True):
     """The engine's draft tokens of a round, for drafters that draft token after token; 0: as the drafter's config says."""
     target_sha256: Text = ""
     """Digest of the target that the engine loaded, see recalib.registry.target_digest; "": unknown."""
+    capture_paths: Texts = []
+    """Rings of the engines whose samples it learns from: replicas of one target and drafter."""
 
 
 class TrainCancel(_Message, frozen=True):

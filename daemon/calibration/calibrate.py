@@ -147,7 +147,7 @@ def fitting(
 def check_enough(found: Fitting, max_tokens: int, needed: Needed) -> None:
     """Refuse too few prompts for training and comparison. Raises CalibrationError."""
     sessions = len({prompt.session for prompt in found.prompts})
-    tokens = int(len(found.prompts) * max_tokens * (1.0 - needed.held_out_share))
+    tokens = int(len(found.prompts) * (max_tokens - 1) * (1.0 - needed.held_out_share))  # vLLM computes no row of the last
     if tokens < needed.min_tokens:
         raise CalibrationError(
             f"{len(found.prompts)} prompts give at most {tokens:,} tokens for training, {needed.min_tokens:,} are needed",

@@ -97,14 +97,34 @@ def texts(place: Place) -> dict[str, tuple[str, bool]]:
         for path, (name, is_theirs) in wanted.items()
     }
     if place.vllm_unit:
-        found[f"{units}/{place.vllm_unit}.d/honed.conf"] = (drop_in(place.vllm_unit), False)
+        text = drop_in(place.vllm_unit, has_id=_has_engine_id(place))
+        found[f"{units}/{place.vllm_unit}.d/honed.conf"] = (text, False)
     return found
 
 
-def drop_in(vllm_unit: str) -> str:
-    """What a vLLM unit gets. One with another name than usual gets an engine id of its own, since a host may have several."""
+def _has_engine_id(place: Place) -> bool:
+    """Whether the vLLM unit, or another drop-in of it, sets an engine id."""
+    folders = [place.at(folder) for folder in UNIT_FOLDERS]
+    paths = [folder / name for folder in folders for name in _names_of(place.vllm_unit)]
+    paths += [
+        path for one in list(paths) for path in one.with_name(f"{one.name}.d").glob("*.conf") if path.name != "honed.conf"
+    ]
+    return any("HONED_ENGINE_ID=" in (_read(path) or "") for path in paths)
+
+
+def _names_of(unit: str) -> list[str]:
+    """A unit's name, and that of the template that it is an instance of."""
+    return list(dict.fromkeys((unit, re.sub(r"@.*(?=\.service$)", "@", unit))))
+
+
+def drop_in(vllm_unit: str, *, has_id: bool = False) -> str:
+    """What a vLLM unit gets. One with another name than usual gets an engine id of its own, since a host may have several.
+
+    Args:
+        has_id: it has one already.
+    """
     text = (SOURCES / "vllm-honed.conf").read_text().replace("vllm.service", vllm_unit)
-    if vllm_unit == "vllm.service":
+    if vllm_unit == "vllm.service" or has_id:
         return text
     stem = vllm_unit.removesuffix(".service")
     engine_id = re.sub(r"[^A-Za-z0-9_.-]", "-", stem) + ("%i" if stem.endswith("@") else "")
@@ -195,8 +215,7 @@ def remove(place: Place, items: list[Item]) -> list[str]:
 
 def has_unit(place: Place, name: str) -> bool:
     """True if a unit of that name is installed, or the template that it is an instance of."""
-    names = {name, re.sub(r"@.*(?=\.service$)", "@", name)}
-    return any(place.at(f"{folder}/{one}").exists() for folder in UNIT_FOLDERS for one in names)
+    return any(place.at(f"{folder}/{one}").exists() for folder in UNIT_FOLDERS for one in _names_of(name))
 
 
 def obstacles(place: Place) -> Iterator[str]:

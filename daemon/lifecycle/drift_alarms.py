@@ -151,6 +151,10 @@ class DriftAlarms:
             began_s.append(min((one.alarm.since_s for one in standing), default=0.0))
         return min(began_s, default=0.0)
 
+    def num_judged(self, workload: str) -> int:
+        """Most attempts that were judged for an alarm of this workload: replicas' alarms are answered together."""
+        return max((one.num_judged for one in self._standing.values() if one.alarm.workload == workload), default=0)
+
     def due(self, now_s: float) -> list[Standing]:
         """Alarms that are due for an attempt."""
         return [one for one in self._standing.values() if now_s >= one.due_s and not one.is_given_up]

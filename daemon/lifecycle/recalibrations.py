@@ -138,9 +138,10 @@ class Recalibrations:
         manifest = self._drafters.manifest(active)
         if not self._drafters.is_for(active, hello):
             made_for = f"method {manifest.method!r} and target {manifest.target_path!r}"
+            since = ", which has changed since" if manifest.target_path == hello.target_path else ""
             raise ConflictError(
                 f"the active version {active} is for {made_for}, engine {engine.engine_id} has method {hello.method!r} "
-                f"and target {hello.target_path!r}",
+                f"and target {hello.target_path!r}{since}",
                 cure="`honed drafters` names the version that this engine runs; `honed promote VERSION` makes it active.",
             )
         scope = scope or self._settings.scope
@@ -278,7 +279,7 @@ class Recalibrations:
                 workloads=[alarm.workload],
                 reason=alarm.text,
                 actor="honed",
-                share=error_share(standing.num_judged),
+                share=error_share(self.alarms.num_judged(alarm.workload)),
             )
         except HonedError as error:
             standing.hindrance = f"{error}. {error.cure}" if error.cure else str(error)

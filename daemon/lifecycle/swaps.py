@@ -25,7 +25,7 @@ from honed.daemon.lifecycle.rollout import Rollout
 
 log = structlog.get_logger("honed.swaps")
 
-MAX_PAUSE_S = 60.0
+MAX_PAUSE_S, MOST_DOUBLINGS = 60.0, 6
 TIMEOUT_S = 330.0
 """Longest time for an engine to answer; it takes up to five minutes to read the weights from a slow disk."""
 LOST_S = 60.0
@@ -190,11 +190,12 @@ class Swaps:
             if engine.engine_id in busy:
                 continue
             attempts = self._attempts.setdefault(engine.engine_id, _Attempts())
-            if engine.live_version == active:
+            wanted = self._wanted(engine, active)
+            if wanted in ("", engine.live_version):
                 attempts.count = 0
-            elif engine.live_version and now_s >= attempts.next_s and (wanted := self._wanted(engine, active)):
+            elif engine.live_version and now_s >= attempts.next_s:
                 attempts.next_s = now_s + min(MAX_PAUSE_S, 2.0**attempts.count)
-                attempts.count += 1
+                attempts.count = min(attempts.count + 1, MOST_DOUBLINGS)
                 log.info("engine isn't at its version", engine_id=engine.engine_id, runs=engine.live_version, wanted=wanted)
                 try:
                     self.begin(wanted, [engine], self._log_reconciled)

@@ -193,13 +193,13 @@ class Registry:
         return self._known(sha256_file(folder / WEIGHTS), sha256_file(folder / CONFIG), target_path)
 
     def _known(self, sha256: str, config_sha256: str, target_path: str) -> Manifest | None:
-        """Find the version of these files for a target; of several, the one of its path."""
+        """Find the version of these files for a target; of several, the latest of its path."""
         wanted = (sha256, config_sha256, "ready")
         found = [one for one in self.versions() if (one.sha256, one.config_sha256, one.state) == wanted]
         digest = digest_of_target(target_path) if found else ""
         named = [one for one in found if is_for_target(one, target_path, digest)]
         exact = [one for one in named if one.target_path == target_path]
-        return next(iter(exact or named), None)
+        return exact[-1] if exact else next(iter(named), None)
 
     def get(self, version: str) -> Manifest:
         """Return a version's manifest. Raises RegistryError if there is no such version or it is damaged."""

@@ -68,13 +68,17 @@ class _Open:
         self.breaks = [p for p in self.breaks if p < position]
         self.is_rejected = False
 
+    def drop_first(self, num_rows: int) -> None:
+        """Drop the first rows, which are a prompt's."""
+        self.token_ids = [np.concatenate(self.token_ids)[num_rows:]]
+        self.features = [np.concatenate(self.features)[num_rows:].copy()]
+        self.first += num_rows
+        self.num_rows -= num_rows
+        self.num_prompt_tokens -= num_rows
+
     def keep_as_context(self, num_rows: int) -> None:
         """Keep the last rows alone, as context of what follows."""
-        dropped = max(self.num_rows - num_rows, 0)
-        self.token_ids = [np.concatenate(self.token_ids)[dropped:]]
-        self.features = [np.concatenate(self.features)[dropped:].copy()]
-        self.first += dropped
-        self.num_rows -= dropped
+        self.drop_first(max(self.num_rows - num_rows, 0))
         self.num_prompt_tokens, self.breaks = self.num_rows, []
 
     def append(self, record: RingRecord, skip: int) -> None:
@@ -144,15 +148,18 @@ class SessionAssembler:
         self._open.move_to_end(record.request)
         before, overlap = current.num_bytes, self._settle_overlap(current, record)
         num_rows = current.num_rows + len(record.token_ids) - overlap
-        if num_rows > self._max_rows and current.num_rows:
-            if current.num_rows > current.num_prompt_tokens:
-                yield current.close()
-                current.taken_s = self._clock()
+        if num_rows > self._max_rows and current.num_prompt_tokens > self._max_rows // 2:
+            dropped = current.num_prompt_tokens - self._max_rows // 2
+            current.drop_first(dropped)  # of the prompt, so that an answer isn't cut where it has hardly begun
+            num_rows -= dropped
+        if num_rows > self._max_rows and current.num_rows > current.num_prompt_tokens:
+            yield current.close()
             current.keep_as_context(self._max_rows // 2)
+            current.taken_s = self._clock()
         if overlap < len(record.token_ids):
             current.append(record, overlap)
         if current.num_rows > self._max_rows and current.num_rows == current.num_prompt_tokens:
-            current.keep_as_context(self._max_rows // 2)
+            current.drop_first(current.num_rows - self._max_rows // 2)
         self._open_bytes += current.num_bytes - before
         while len(self._open) > self._max_open or (self._open_bytes > self._max_open_bytes and len(self._open) > 1):
             yield from self._close(next(iter(self._open)))  # its end was lost, or it is inactive

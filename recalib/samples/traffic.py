@@ -97,6 +97,7 @@ class JointStore:
 
     def __init__(self, feeds: Sequence[Feed]) -> None:
         self._feeds = feeds
+        self._features: tuple[int, int, int] | None = None
 
     def workloads(self) -> list[str]:
         """Workloads with any stretch, by name."""
@@ -111,22 +112,27 @@ class JointStore:
         return self._feeds[0].store.digest(stretches)
 
     @property
+    def features(self) -> tuple[int, int, int] | None:
+        """Width, type and kind of the rows of the first feed that has any, once and for all."""
+        self._features = self._features or next((feed.features for feed in self._feeds if feed.features), None)
+        return self._features
+
+    @property
     def _alike(self) -> list[Feed]:
-        """Feeds with rows of the first one's width, type and kind: others can't be trained on together with them."""
-        known = [feed for feed in self._feeds if feed.features is not None]
-        return [feed for feed in known if feed.features == known[0].features]
+        """Feeds with such rows: others can't be trained on together with them."""
+        return [feed for feed in self._feeds if feed.features is not None and feed.features == self.features]
 
 
 class JointFeed:
     """The feeds that one operation learns from."""
 
     def __init__(self, feeds: Sequence[Feed]) -> None:
-        self._feeds, self.store = feeds, JointStore(feeds)
+        self.store = JointStore(feeds)
 
     @property
     def is_fused(self) -> bool:
-        """As `Feed.is_fused`, of the first feed whose rows are known."""
-        return next((feed.is_fused for feed in self._feeds if feed.features is not None), True)
+        """As `Feed.is_fused`."""
+        return self.store.features is None or FEATURE_KINDS[self.store.features[2]] == "fused"
 
 
 class Traffic:

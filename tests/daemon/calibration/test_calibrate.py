@@ -192,7 +192,7 @@ def test_too_few_prompts_are_refused_before_any_is_played(site: Site) -> None:
     assert "a comparison needs 6" in few.stderr
     short = site.run("--max-tokens", 20)
     assert short.exit_code == 2
-    assert "at most 640 tokens for training, 1,000 are needed" in short.stderr
+    assert "at most 608 tokens for training, 1,000 are needed" in short.stderr
     assert site.model.asked == []
 
 

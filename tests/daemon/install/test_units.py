@@ -173,6 +173,10 @@ def test_without_vllms_unit_there_is_no_drop_in(run: Run, root: Path) -> None:
     assert "HONED_ENGINE_ID" not in units.drop_in("vllm.service"), "the one engine of a host needs no name"
     for name, engine_id in (("llm", "llm"), ("vllm@", "vllm-%i"), ("vllm@a-1", "vllm-a-1")):
         assert f'Environment="HONED_ENGINE_ID={engine_id}"' in units.drop_in(f"{name}.service").splitlines()
+    (root / "lib/systemd/system/llm.service.d").mkdir(parents=True)
+    (root / "lib/systemd/system/llm.service.d/mine.conf").write_text('[Service]\nEnvironment="HONED_ENGINE_ID=chat"\n')
+    run("install", "--apply", "--vllm-unit", "llm.service")
+    assert "HONED_ENGINE_ID" not in (root / "etc/systemd/system/llm.service.d/honed.conf").read_text(), "it has one"
     for name in ("../x", "a/b.service", "x y"):
         assert run("install", "--vllm-unit", name).exit_code == 2
 
