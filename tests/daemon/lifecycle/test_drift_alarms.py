@@ -74,6 +74,19 @@ def test_replicas_whose_samples_are_used_are_answered_together() -> None:
     assert sorted(one.engine_id for one in alarms.due(1.0 + PAUSE_S)) == ["e", "f", "g"]
 
 
+def test_replicas_together_spend_one_error() -> None:
+    """An attempt that answers several alarms has the part of the one that has spent most."""
+    alarms = DriftAlarms(PAUSE_S)
+    alarms.note("e", alarm("b"))
+    judged = replace(operation(), detail={"gate": [{"workload": "b"}]})
+    alarms.answered_by(judged, ["e"], ["b"], 0.0)
+    judged.state = "failed"
+    alarms.tick(1.0)
+    alarms.note("f", alarm("b"))
+    alarms.note("f", alarm("c"))
+    assert (alarms.num_judged("b"), alarms.num_judged("c"), alarms.num_judged("d")) == (1, 0, 0)
+
+
 def test_alarms_of_an_engine_that_is_gone_for_a_day_are_dropped() -> None:
     saved: list[str] = []
     alarms = DriftAlarms(PAUSE_S, saved.append)
