@@ -85,7 +85,7 @@ class Runner(ABC):
         return model.unwrap() if hasattr(model, "unwrap") else model
 
     def fuse(self, aux: torch.Tensor) -> torch.Tensor:  # [N, A] -> [N, H]
-        """What the drafter makes of the target's hidden states before it adds a token; an MTP head makes nothing."""
+        """Apply the drafter's `fc` to hidden states of the target. An MTP head has none, and returns them as they are."""
         combine: Callable[[torch.Tensor], torch.Tensor] | None = getattr(self.draft_model, "combine_hidden_states", None)
         return aux if combine is None else combine(aux)
 

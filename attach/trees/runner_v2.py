@@ -37,7 +37,7 @@ from honed.kernels.trees.tree_build import allocate
 
 _IS_PADDED = "honed_block"
 MOST_DRAWN_BYTES = 1 << 30
-"""Of the logits of a part of a batch, in float32: vLLM draws as many at a time."""
+"""Most bytes of float32 logits that are sampled at a time. vLLM's rejection sampler has the same limit."""
 _OWN_PROCESSORS = 3
 """Logits processors of vLLM itself: biases, penalties, bad words."""
 

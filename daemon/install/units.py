@@ -118,10 +118,10 @@ def _names_of(unit: str) -> list[str]:
 
 
 def drop_in(vllm_unit: str, *, has_id: bool = False) -> str:
-    """What a vLLM unit gets. One with another name than usual gets an engine id of its own, since a host may have several.
+    """Make the drop-in of a vLLM unit. A unit that isn't `vllm.service` gets an engine id: a host may have several.
 
     Args:
-        has_id: it has one already.
+        has_id: whether the unit sets an engine id itself.
     """
     text = (SOURCES / "vllm-honed.conf").read_text().replace("vllm.service", vllm_unit)
     if vllm_unit == "vllm.service" or has_id:

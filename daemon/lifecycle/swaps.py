@@ -190,10 +190,12 @@ class Swaps:
             if engine.engine_id in busy:
                 continue
             attempts = self._attempts.setdefault(engine.engine_id, _Attempts())
-            wanted = self._wanted(engine, active)
-            if wanted in ("", engine.live_version):
+            if engine.live_version == active:
                 attempts.count = 0
             elif engine.live_version and now_s >= attempts.next_s:
+                if not (wanted := self._wanted(engine, active)):  # reads a manifest
+                    attempts.count = 0
+                    continue
                 attempts.next_s = now_s + min(MAX_PAUSE_S, 2.0**attempts.count)
                 attempts.count = min(attempts.count + 1, MOST_DOUBLINGS)
                 log.info("engine isn't at its version", engine_id=engine.engine_id, runs=engine.live_version, wanted=wanted)

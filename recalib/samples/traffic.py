@@ -23,6 +23,11 @@ GONE_S = 3600.0
 """Time after which the samples of an engine whose folder is gone are dropped. An engine that restarts comes back before."""
 
 
+def is_fused(features: tuple[int, int, int] | None) -> bool:
+    """Tell whether rows of this width, type and kind are fused; rows that nobody knows yet count as fused."""
+    return features is None or FEATURE_KINDS[features[2]] == "fused"
+
+
 class Feed:
     """One engine's ring and the samples kept from it."""
 
@@ -51,7 +56,7 @@ class Feed:
     @property
     def is_fused(self) -> bool:
         """Tell whether rows are fused features, rather than the target's concatenated hidden states."""
-        return self.features is None or FEATURE_KINDS[self.features[2]] == "fused"
+        return is_fused(self.features)
 
     @property
     def num_bytes(self) -> int:
@@ -132,7 +137,7 @@ class JointFeed:
     @property
     def is_fused(self) -> bool:
         """As `Feed.is_fused`."""
-        return self.store.features is None or FEATURE_KINDS[self.store.features[2]] == "fused"
+        return is_fused(self.store.features)
 
 
 class Traffic:
