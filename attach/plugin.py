@@ -14,6 +14,6 @@ def register() -> None:
 
         engine_hook.install()
         if wants_trees(os.environ):
-            from honed.attach.trees.runner_v2 import give_drafter_its_block
+            from honed.attach.trees.runner_v2 import prepare_drafters
 
-            give_drafter_its_block()
+            prepare_drafters()

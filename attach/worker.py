@@ -155,7 +155,7 @@ class HonedWorkerExtension:
         self._honed_required().begin()
 
     @_answering
-    def honed_trees(self) -> str:
+    def honed_trees(self, may_have_graphs: bool) -> str:
         """Verify draft trees from the next step on; return "" or the reason why this engine can't.
 
         Called last: the trees' part of a draft pass lies around the capture's, which sees the rows of chains.
@@ -164,7 +164,7 @@ class HonedWorkerExtension:
         note = self._honed_errors.note
         try:
             if runner.vllm_config.use_v2_model_runner:
-                self._honed_trees = TreesV2(runner, note)
+                self._honed_trees = TreesV2(runner, note, may_have_graphs)
             else:
                 self._honed_trees = TreesV1(runner, block_tokens_of(runner.speculative_config), note)
             self._honed_trees.wrap()

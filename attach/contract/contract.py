@@ -69,6 +69,7 @@ class Constant:
 
 Clause: TypeAlias = Method | Attributes | Passes | Open | Constant
 
+_GRAPHS = "v1/worker/gpu/cudagraph_utils.py"
 _SCHED, _ASYNC = "v1/core/sched/scheduler.py", "v1/core/sched/async_scheduler.py"
 _CORE, _LINEAR = "v1/engine/core.py", "model_executor/layers/linear.py"
 _V1, _V2 = "v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"
@@ -174,9 +175,9 @@ DRAFT_LENGTH: tuple[Clause, ...] = (
     Method(_SCHED, "Scheduler", "_handle_stopped_request", first=("request",)),
     Attributes(_SCHED, "Scheduler", ("dynamic_sd_lookup",)),
     Attributes(_V2, "GPUModelRunner", ("cudagraph_manager",)),
-    Attributes("v1/worker/gpu/cudagraph_utils.py", "CudaGraphManager", ("graphs",)),
+    Attributes(_GRAPHS, "CudaGraphManager", ("graphs",)),
     Attributes(
-        "v1/worker/gpu/cudagraph_utils.py",
+        _GRAPHS,
         "BatchExecutionDescriptor",
         ("num_tokens", "uniform_token_count", "num_active_loras", "num_ubatches"),
     ),
@@ -491,6 +492,17 @@ TREES: tuple[Clause, ...] = (
     Attributes(_SPECULATOR, "DFlashSpeculator", ("num_speculative_steps", "draft_attn_layer_names", "draft_logits")),
     Method(_SPECULATOR, "DFlashSpeculator", "_generate_draft", calls=("sample_draft",)),
     Method(_SPECULATOR, "DFlashSpeculator", "sample_draft", calls=("compute_draft_logits",)),
+    # Beside CUDA graphs (trees/draft_candidates.py)
+    Attributes(
+        _SPECULATOR,
+        "DFlashSpeculator",
+        ("sample_idx_mapping", "temperature", "max_num_reqs", "device", "query_cudagraph_manager"),
+    ),
+    Method(_SPECULATOR, "DFlashSpeculator", "propose", calls=("run_fullgraph",)),
+    Method("v1/worker/gpu/dp_utils.py", "", "dispatch_cg_and_sync_dp", calls=("dispatch",)),
+    Method(_GRAPHS, "CudaGraphManager", "dispatch", ("max_query_len",), ("num_reqs", "num_tokens", "uniform_token_count")),
+    Attributes(_GRAPHS, "CudaGraphManager", ("cudagraph_mode", "use_breakable_cg")),
+    Attributes("v1/worker/gpu/states.py", "RequestState", ("req_id_to_index",)),
 )
 
 CONTRACT: dict[str, tuple[Clause, ...]] = {

@@ -37,6 +37,8 @@ class AttachSettings:
     """"fused" (hidden_norm(fc(aux)), H values a row) or "layers" (the aux hidden states: needed to train `fc`)."""
     wants_trees: bool = False
     """Verify draft trees: the server's draft tokens are slots for their nodes."""
+    wants_tree_graphs: bool = False
+    """Also where vLLM captured CUDA graphs."""
 
     @property
     def socket_endpoint(self) -> str:
@@ -82,6 +84,7 @@ def from_environment(environ: Mapping[str, str], data_parallel_index: int = 0) -
         queue_bytes=_bytes(environ, "HONED_QUEUE_BYTES", 32 << 20, minimum=1 << 16),
         feature_kind=feature_kind,
         wants_trees=wants_trees(environ),
+        wants_tree_graphs=environ.get("HONED_TREES", "").lower() == "graphs",
     )
 
 

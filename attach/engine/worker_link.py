@@ -125,7 +125,7 @@ class WorkerLink:
             self._drop(of_workers, f"capture, swap and estimates are off: the workers can't be attached to: {error}")
 
     def _attach_trees(self) -> None:
-        reason = next(filter(None, self.rpc("honed_trees")), "")
+        reason = next(filter(None, self.rpc("honed_trees", self._settings.wants_tree_graphs)), "")
         if reason:
             self._drop((), f"trees are off: {reason}")
         else:

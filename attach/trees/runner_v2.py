@@ -7,10 +7,13 @@ slot beside `req_states.draft_tokens`, and nothing here waits for the device:
     the target         `TreeLayers`
     rejection_sampler  vLLM's own sampler draws at every row, by the request's seed and the row's position; then the walk, K
                        and V to the slots after the anchor, positions as in a chain
-    propose            rows of the accepted path first; from the drafter's logits the next trees grow
+    propose            rows of the accepted path first; from the drafter's candidates the next trees grow
 
-vLLM makes the drafter before honed attaches. So `give_drafter_its_block` has to run when plugins are loaded: else the drafter
-would draft as many tokens as there are slots.
+vLLM makes the drafter, and captures its CUDA graphs, before honed attaches. So `prepare_drafters` has to run when plugins are
+loaded: else the drafter would draft as many tokens as there are slots, and its graphs would keep no candidates.
+
+Attention of tree rows is Python that runs in the step. So a step with trees never runs in a full graph of the target's. It runs
+in piecewise graphs, which leave attention out, or without any. Steps without trees keep their full graphs.
 """
 
 from __future__ import annotations
@@ -26,24 +29,25 @@ import numpy.typing as npt
 import torch
 
 from honed.attach.events.step_log import TREES, TREES_ARE_OFF
+from honed.attach.trees.draft_candidates import DraftCandidates
 from honed.attach.trees.eligible import needs_chain
-from honed.attach.trees.grow import MOST_FAILURES, grow
+from honed.attach.trees.grow import MOST_FAILURES
 from honed.attach.trees.slots import block_tokens_of
 from honed.attach.trees.tree_layers import TreeLayers, target_layers
 from honed.attach.trees.tree_step import TreeStep, on_device, tree_step
 from honed.attach.trees.walk import Walk, describe, walk
-from honed.kernels.trees.reference import MAX_DEPTHS, DraftTrees
-from honed.kernels.trees.tree_build import allocate
+from honed.kernels.trees.reference import DraftTrees
+from honed.kernels.trees.tree_build import allocate, tree_build
 
-_IS_PADDED = "honed_block"
+_CANDIDATES = "honed_candidates"
 MOST_DRAWN_BYTES = 1 << 30
 """Most bytes of float32 logits that are sampled at a time. vLLM's rejection sampler has the same limit."""
 _OWN_PROCESSORS = 3
 """Logits processors of vLLM itself: biases, penalties, bad words."""
 
 
-def give_drafter_its_block() -> None:
-    """Let V2 runners of this process make drafters of their block's size, however many slots a request has."""
+def prepare_drafters() -> None:
+    """Let V2 runners of this process make DFlash drafters of their block's size, however many slots a request has."""
     model_runner = importlib.import_module("vllm.v1.worker.gpu.model_runner")  # which looks the function up by this name
     make = model_runner.init_speculator
     if getattr(make, "is_honed", False):
@@ -52,13 +56,16 @@ def give_drafter_its_block() -> None:
     def init_speculator(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         slots = vllm_config.speculative_config.num_speculative_tokens
         block = block_tokens_of(vllm_config.speculative_config)
-        if vllm_config.speculative_config.method != "dflash" or block >= slots:
+        if vllm_config.speculative_config.method != "dflash":
             return make(vllm_config, *args, **kwargs)
         smaller = copy.copy(vllm_config)
         smaller.speculative_config = copy.copy(vllm_config.speculative_config)
         smaller.speculative_config.num_speculative_tokens = block
         speculator = make(smaller, *args, **kwargs)
-        setattr(speculator, _IS_PADDED, block)
+        if type(speculator).__name__ == "DFlashSpeculator":
+            candidates = DraftCandidates(speculator)
+            candidates.wrap()
+            setattr(speculator, _CANDIDATES, candidates)
         propose = speculator.propose
 
         def propose_padded(*given: Any, **more: Any) -> Any:
@@ -81,18 +88,20 @@ class TreesV2:
     Args:
         model_runner: vLLM's.
         on_error: called in the place of every exception here.
+        may_have_graphs: also where vLLM captured CUDA graphs.
 
     Raises:
         TypeError: this engine can't verify trees; the text says why.
     """
 
-    def __init__(self, model_runner: Any, on_error: Callable[[str], None]) -> None:
+    def __init__(self, model_runner: Any, on_error: Callable[[str], None], may_have_graphs: bool = False) -> None:
         self._runner, self._on_error = model_runner, on_error
         speculator = model_runner.speculator
-        if reason := _misfit(model_runner):
+        if reason := _misfit(model_runner, may_have_graphs):
             raise TypeError(reason)
         self.slots: int = model_runner.num_speculative_steps
-        self.depth: int = min(speculator.num_speculative_steps, MAX_DEPTHS)
+        self._candidates: DraftCandidates = getattr(speculator, _CANDIDATES)
+        self.depth = self._candidates.depth
         names, self._group = target_layers(model_runner.kv_cache_config, set(speculator.draft_attn_layer_names))
         context = model_runner.vllm_config.compilation_config.static_forward_context
         self.layers = TreeLayers({name: context[name] for name in names}, on_error)
@@ -100,8 +109,9 @@ class TreesV2:
         self._has_tree = [False] * model_runner.max_num_reqs
         self._chained: set[str] = set()
         """Running requests that keep vLLM's own chain."""
+        self._are_trees_scheduled = False
+        """Whether the step that begins may verify a tree."""
         self._slot_mapping: torch.Tensor | None = None
-        self._logits: torch.Tensor | None = None
         self._walked: tuple[TreeStep, Walk] | None = None
         self._told: tuple[list[str], list[torch.Tensor]] | None = None
         self._num_failures = 0
@@ -115,13 +125,14 @@ class TreesV2:
         """Begin."""
         runner, speculator = self._runner, self._runner.speculator
         execute, prepare, verify = runner.execute_model, runner.prepare_attn, runner.rejection_sampler
-        finish, propose, compute = runner.sample_tokens, speculator.propose, speculator.compute_draft_logits
+        finish, propose = runner.sample_tokens, speculator.propose
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             self.layers.step, self.layers.has_failed, self._walked, self._told = None, False, None, None
             try:
                 self._note(scheduler_output)
             except Exception:
+                self._are_trees_scheduled = any(self._has_tree)
                 self._fail("noting requests")
             return execute(scheduler_output, *args, **kwargs)
 
@@ -153,35 +164,49 @@ class TreesV2:
                     given = self._in_order(*given)
             except Exception:
                 self._fail("ordering rows")
-            self._logits = None
+            self._candidates.has_run = False
             drafts = propose(*given, **kwargs)
             padded = _padded(drafts, self.slots)
             try:
                 if most != 0:
-                    padded = self._grow(padded, input_batch, kwargs.get("temperature", args[8] if len(args) > 8 else None))
+                    padded = self._grow(padded, input_batch)
             except Exception:
                 self._fail("growing trees")
                 for slot in input_batch.idx_mapping_np.tolist():
                     self._has_tree[slot] = False
             return padded
 
-        def compute_draft_logits(*args: Any, **kwargs: Any) -> Any:
-            self._logits = compute(*args, **kwargs)
-            return self._logits
-
         self.layers.wrap()
+        self._candidates.watch_graphs()
+        self._keep_out_of_full_graphs()
         runner.execute_model, runner.prepare_attn, runner.sample_tokens = execute_model, prepare_attn, sample_tokens
         runner.rejection_sampler = _Verifying(verify, self._verify)
-        speculator.propose, speculator.compute_draft_logits = propose_trees, compute_draft_logits
+        speculator.propose = propose_trees
+
+    def _keep_out_of_full_graphs(self) -> None:
+        manager = self._runner.cudagraph_manager
+        if manager is None:
+            return
+        dispatch = manager.dispatch
+
+        def dispatch_trees(num_reqs: int, num_tokens: int, uniform_token_count: int | None, *args: Any, **kwargs: Any) -> Any:
+            if self._are_trees_scheduled:  # full graphs are for steps that are known to be uniform, or short enough
+                uniform_token_count, kwargs["max_query_len"] = None, None
+            return dispatch(num_reqs, num_tokens, uniform_token_count, *args, **kwargs)
+
+        manager.dispatch = dispatch_trees
 
     def _fail(self, where: str) -> None:
         self._on_error(where)
         self._num_failures += 1
 
     def _note(self, scheduler_output: Any) -> None:
-        """Note which requests keep their chain."""
+        """Note which requests keep their chain, and whether any has a tree in this step."""
         self._chained.difference_update(scheduler_output.finished_req_ids)
         self._chained.update(new.req_id for new in scheduler_output.scheduled_new_reqs if needs_chain(new.sampling_params))
+        slot_of = self._runner.req_states.req_id_to_index
+        drafted = scheduler_output.scheduled_spec_decode_tokens
+        self._are_trees_scheduled = any(name in slot_of and self._has_tree[slot_of[name]] for name in drafted)
 
     # --- the target's pass --------------------------------------------------------------------------------------------
 
@@ -291,20 +316,20 @@ class TreesV2:
         aux = [layer[order[: len(layer)]] for layer in aux] if aux else aux
         return (permuted, metadata, slots, last[order[: len(last)]] if not aux else last, aux, *others)
 
-    def _grow(self, padded: torch.Tensor, batch: Any, temperature: Any) -> torch.Tensor:  # [R, N]
+    def _grow(self, padded: torch.Tensor, batch: Any) -> torch.Tensor:  # [R, N]
         """Grow a tree for each request that can have one; the others keep their chain."""
-        logits, count = self._logits, batch.num_reqs
-        self._logits = None
+        found, count = self._candidates, batch.num_reqs
         slots = batch.idx_mapping_np[:count].tolist()
-        grown = [] if self.is_off or logits is None else [i for i in range(count) if batch.req_ids[i] not in self._chained]
         for slot in slots:
             self._has_tree[slot] = False
+        if found.problem:
+            raise RuntimeError(found.problem)
+        grown = [] if self.is_off or not found.has_run else [i for i in range(count) if batch.req_ids[i] not in self._chained]
         if not grown:
             return padded
-        assert logits is not None
         at, slot_at = on_device((grown, [slots[i] for i in grown]), padded.device)
-        by_depth = logits[: count * self.depth].view(count, self.depth, -1)[at]
-        trees = grow(by_depth, None if temperature is None else temperature[slot_at], self.slots)
+        budgets = torch.full((len(grown),), self.slots, device=padded.device)
+        trees = tree_build(found.log_probs[at], found.ids[at], budgets, self.slots)
         padded = padded.clone()
         padded[at] = trees.tokens.to(padded.dtype)
         for kept, fresh in zip(self._trees, trees, strict=True):
@@ -365,14 +390,13 @@ def _telling(
     return get_output_with_trees
 
 
-def _misfit(runner: Any) -> str:
+def _misfit(runner: Any, may_have_graphs: bool) -> str:
     """Reason why this engine's runner can't have trees; empty if it can."""
     config, speculator = runner.vllm_config, runner.speculator
     parallel = config.parallel_config
-    slots = config.speculative_config.num_speculative_tokens
-    is_full = slots > block_tokens_of(config.speculative_config) and not hasattr(speculator, _IS_PADDED)
+    graphs = runner.cudagraph_manager
+    has_graphs = graphs is not None and bool(graphs.cudagraph_mode) and not config.model_config.enforce_eager
     reasons = {
-        "the drafter was made before honed was switched on": is_full,
         "there are several ranks": parallel.world_size > 1 or parallel.data_parallel_size > 1,
         "the target has recurrent layers": config.model_config.is_hybrid,
         "the drafter samples instead of taking its best tokens": getattr(speculator, "draft_logits", None) is not None,
@@ -381,7 +405,11 @@ def _misfit(runner: Any) -> str:
         "the target's positions have several dimensions": bool(getattr(runner.model_config, "uses_mrope", False)),
         "a KV connector moves blocks": config.kv_transfer_config is not None,
         "custom logits processors may look at the rows before": len(runner.sampler.logits_processors) > _OWN_PROCESSORS,
-        "CUDA graphs were captured for chains": not config.model_config.enforce_eager,
+        "trees beside CUDA graphs weren't seen on a GPU yet: HONED_TREES=graphs tries them": has_graphs and not may_have_graphs,
+        "full CUDA graphs hold every step, with its attention": has_graphs
+        and graphs.cudagraph_mode.mixed_mode().name == "FULL",
+        "breakable CUDA graphs aren't known": has_graphs and graphs.use_breakable_cg,
+        "the drafter was made before honed was switched on": not hasattr(speculator, _CANDIDATES),
         "the drafter finds its best tokens without logits": bool(getattr(speculator, "use_local_argmax_reduction", False)),
         "sampling masks are returned": bool(getattr(runner.sampler, "return_sampling_mask", False)),
         "routed experts are returned": getattr(runner, "aux_output_connector", None) is not None,

@@ -26,7 +26,7 @@ LIMITS = (
     "tested on vLLM 0.32; 0.33 fits by its sources; on others honed only logs events, and `honed engines` says so",
     "capture and swap need speculative method dflash, dspark, eagle3 or mtp; draft lengths and events work with every method",
     "pipeline parallelism: no capture, no swap (hidden states are spread over processes)",
-    "draft trees need --enforce-eager, which on a GPU costs speed; `honed engines` says where they are off",
+    "draft trees need --enforce-eager, as they weren't seen beside CUDA graphs yet; `honed engines` says where they are off",
     "with enable_adaptive_verification vLLM sets draft lengths: honed logs verified drafts and captures nothing",
     "a --scheduler-cls of your own can't be combined with honed's; a worker extension can: a class derived from both",
     "vLLM's Python environment must also hold honed, and the user that runs vLLM must be in the daemon's group",
@@ -89,7 +89,7 @@ def make(
     if (graphs or tree_slots) and not drafter and not method:
         raise ValueError("graphs and tree slots are part of --speculative-config: give --drafter or --method too")
     if graphs and tree_slots:
-        raise ValueError("draft trees aren't in CUDA graphs yet: give either --graphs or --tree-slots")
+        raise ValueError("steps with draft trees don't run in full CUDA graphs: give either --graphs or --tree-slots")
     if tree_slots > MOST_TREE_SLOTS:
         raise ValueError(f"{tree_slots} tree slots, but vLLM's V1 sampler takes {MOST_TREE_SLOTS} drafts a request at most")
     if drafter or method:

@@ -41,7 +41,7 @@ OF_VLLM = {
     "HONED_RING_BYTES": "Size of the shared-memory ring of samples. Default 67108864.",
     "HONED_QUEUE_BYTES": "Most bytes of events kept while the daemon is away; beyond, the oldest are lost. Default 33554432.",
     "HONED_FEATURES": '`fused` (default) or `layers`: what is captured; `recalibration.scope = "full"` needs `layers`.',
-    "HONED_TREES": "`1`: draft trees; the server's draft tokens are slots for their nodes. Default `0`.",
+    "HONED_TREES": "`1`: draft trees; draft tokens are slots for their nodes. `graphs`: also beside CUDA graphs. Default `0`.",
 }
 OTHERS = {
     "HONED_CONFIG": "Settings file (TOML).",

@@ -23,9 +23,25 @@ SEEDED: dict[str, Any] = GREEDY | {"temperature": 0.8, "seed": 11}
 PENALTIES: dict[str, Any] = GREEDY | {"presence_penalty": 0.7}
 
 
+WITH_GRAPHS: dict[str, Any] = {
+    "enforce_eager": False,
+    "compilation_config": {
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64, 96, 128],
+    },
+}
+MODES = {"1": {}, "graphs": WITH_GRAPHS} if IS_CUDA else {"1": {}}
+"""Values of HONED_TREES, each with an engine's options."""
+
+
+@pytest.fixture(scope="module", params=MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def references() -> dict[str, Any]:
-    with engine(None, speculative_config=None) as running:
+def references(mode: str) -> dict[str, Any]:
+    with engine(None, speculative_config=None, **MODES[mode]) as running:
         return {
             "greedy": running.generate(PROMPTS, **GREEDY),
             "seeded": running.generate(PROMPTS, **SEEDED),
@@ -34,14 +50,14 @@ def references() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trees(references: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestEngine]:
-    from honed.attach.trees.runner_v2 import give_drafter_its_block
+def trees(mode: str, references: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestEngine]:
+    from honed.attach.trees.runner_v2 import prepare_drafters
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HONED_TREES", "1")
-        give_drafter_its_block()
+        patch.setenv("HONED_TREES", mode)
+        prepare_drafters()
         speculation = {"method": "dflash", "model": str(DRAFTER), "num_speculative_tokens": SLOTS}
-        with engine(tmp_path_factory.mktemp("trees") / "run", speculative_config=speculation) as running:
+        with engine(tmp_path_factory.mktemp("trees") / "run", speculative_config=speculation, **MODES[mode]) as running:
             running.honed._recorder.is_logging_token_ids = True
             running.honed.before_schedule()
             yield running
@@ -80,6 +96,64 @@ def test_penalties_keep_vllms_own_chain(trees: TestEngine, references: dict[str,
     batches = take_batches(trees)
     assert not any(sum(batch.rounds.chain_tokens) for batch in batches)
     assert max(row["k"] for row in rounds(batches)) <= K
+
+
+def dispatched(running: TestEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, Any]]:
+    """For each step of the target's from here on: whether it verifies a tree, and the graph that vLLM chose for it."""
+    runner, found = running.core.model_executor.driver_worker.worker.model_runner, []
+    prepare = runner.prepare_inputs
+
+    def prepare_inputs(output: Any, state: Any, graph: Any, *args: Any) -> Any:
+        found.append((running.core.model_executor.driver_worker.worker._honed_trees._are_trees_scheduled, graph))
+        return prepare(output, state, graph, *args)
+
+    monkeypatch.setattr(runner, "prepare_inputs", prepare_inputs)
+    return found
+
+
+@pytest.mark.skipif(IS_CUDA, reason="there graphs are real")
+def test_padded_steps_without_full_graphs(
+    trees: TestEngine, references: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As beside CUDA graphs: vLLM pads each step. It has full graphs for steps of `SLOTS` drafts, which a CPU couldn't run."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+    def graph(mode: CUDAGraphMode, num_tokens: int, **more: Any) -> Any:
+        return BatchExecutionDescriptor(cg_mode=mode, num_tokens=num_tokens, **more)
+
+    manager, by_tokens = trees.core.model_executor.driver_worker.worker.model_runner.cudagraph_manager, {}
+    for num_tokens in range(1, 129):
+        padded = -(-num_tokens // 24) * 24
+        uniform = -(-num_tokens // (SLOTS + 1))
+        full = graph(CUDAGraphMode.FULL, uniform * (SLOTS + 1), num_reqs=uniform, uniform_token_count=SLOTS + 1)
+        by_tokens[num_tokens, 0] = [full, graph(CUDAGraphMode.PIECEWISE, padded, num_reqs=None)]
+    monkeypatch.setattr(manager, "_candidates", by_tokens)
+    monkeypatch.setattr(manager, "_graphs_captured", True)
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    steps = dispatched(trees, monkeypatch)
+    assert trees.generate(PROMPTS, **GREEDY) == references["greedy"]
+    chosen = [graph for has_trees, graph in steps if has_trees]
+    assert chosen != []
+    assert all(graph.cg_mode is CUDAGraphMode.PIECEWISE for graph in chosen)
+    assert trees.core.model_executor.driver_worker.worker._honed_errors.count == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_CUDA, reason="needs a CUDA device")
+def test_graphs_serve_steps_of_trees_and_chains(
+    trees: TestEngine, references: dict[str, Any], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mode != "graphs":
+        pytest.skip("there are none")
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    steps = dispatched(trees, monkeypatch)
+    assert trees.generate(PROMPTS, **GREEDY) == references["greedy"]
+    assert {graph.cg_mode.name for has_trees, graph in steps if has_trees} == {"PIECEWISE"}
+    set_policy(trees, static_k=0, max_k=SLOTS)
+    del steps[:]
+    assert trees.generate(PROMPTS, **GREEDY) == references["greedy"]
+    assert "FULL" in {graph.cg_mode.name for _, graph in steps}
 
 
 @pytest.mark.gpu

@@ -53,11 +53,12 @@ def test_both_sides_know_the_same_variables() -> None:
     assert set(OF_THE_DAEMON) == {*variables.PATHS, *variables.OTHERS} - {"HONED_RUNTIME_DIR"}
 
 
-@pytest.mark.parametrize(("text", "is_on"), [("1", True), ("true", True), ("0", False), ("no", False), ("", False)])
+@pytest.mark.parametrize(("text", "is_on"), [("1", True), ("graphs", True), ("0", False), ("no", False), ("", False)])
 def test_trees_are_wanted_where_it_says_so(text: str, is_on: bool) -> None:
     settings = from_environment({"HONED_RUNTIME_DIR": "/run/honed", "HONED_TREES": text})
     assert settings is not None
     assert settings.wants_trees is is_on
+    assert settings.wants_tree_graphs is (text == "graphs")
 
 
 def test_plugin_is_inert_when_off(monkeypatch: pytest.MonkeyPatch) -> None:
