@@ -60,6 +60,11 @@ def test_kustomize_finds_every_manifest() -> None:
     assert {image["name"] for image in listed["images"]} == {part["image"] for part in pod()["containers"]}
 
 
+def test_no_service_of_the_namespace_sets_vllms_or_honeds_variables() -> None:
+    """A service named vllm would set VLLM_PORT to a URL, and vLLM wouldn't start."""
+    assert pod()["enableServiceLinks"] is False
+
+
 def test_images_are_of_this_version() -> None:
     for name in ("honed", "trainer", "vllm"):
         assert services()[name]["image"].endswith(f":{VERSION}}}")
