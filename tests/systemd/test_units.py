@@ -79,6 +79,13 @@ def test_exposure_stays_low(installed: Path, name: str, most: int) -> None:
 
 
 @needs("systemd-sysusers")
+@pytest.mark.parametrize("name", UNITS)
+def test_one_file_keeps_both_stopped(name: str) -> None:
+    """A unit in /etc/systemd/system can't be masked."""
+    assert directives(name)["Unit.ConditionPathExists"] == ["!/etc/honed/off"]
+    assert "touch /etc/honed/off" in (ROOT / "docs/operate.md").read_text()
+
+
 def test_the_user_and_its_group_are_made(tmp_path: Path) -> None:
     (tmp_path / "etc").mkdir()
     command = ["systemd-sysusers", f"--root={tmp_path}", str(FOLDER / "honed.sysusers.conf")]
