@@ -228,11 +228,21 @@ def obstacles(place: Place) -> Iterator[str]:
         yield f"{place.prefix} is hidden from the services (ProtectHome, PrivateTmp): install honed into {DEFAULT_PREFIX}"
     elif not place.at(str(command)).exists():
         yield f"{command} does not exist: install honed there (`python3 -m venv {place.prefix}`), or give --prefix"
+    elif closed := next((path for path in (*reversed(command.parents), command) if not _is_open(place, path)), None):
+        yield (
+            f"only root can use {closed}, so the user honed can't start {command} (a umask of 027 or 077 makes such folders): "
+            f"`chmod -R a+rX {place.prefix}`"
+        )
     elif place.is_live and is_hidden(python):
         yield (
             f"the Python of {place.prefix} is {python}, which is hidden from the services (ProtectHome): make the environment "
             f"with the system's (`/usr/bin/python3 -m venv {place.prefix}`)"
         )
+
+
+def _is_open(place: Place, path: Path) -> bool:
+    """True if every user can enter a folder, or run a program."""
+    return place.at(str(path)).stat().st_mode & 0o001 != 0
 
 
 def is_hidden(path: Path) -> bool:
@@ -265,7 +275,10 @@ def _read(path: Path) -> str | None:
 
 def _write(path: Path, text: str) -> None:
     """Write all or nothing: a truncated unit file must never be loaded."""
+    missing = [folder for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        folder.chmod(0o755)  # whatever the umask: systemd leaves a folder's mode alone, and the services read theirs
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w") as file:

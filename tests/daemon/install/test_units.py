@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ def root(tmp_path: Path) -> Path:
     made = tmp_path / "root"
     (made / "opt/honed/bin").mkdir(parents=True)
     (made / "opt/honed/bin/honed").write_text("")
+    (made / "opt/honed/bin/honed").chmod(0o755)
     (made / "lib/systemd/system").mkdir(parents=True)
     (made / "lib/systemd/system/vllm.service").write_text("[Service]\n")
     return made
@@ -51,6 +53,18 @@ def files(root: Path) -> set[str]:
 
 def states(result: Result) -> dict[str, str]:
     return {file["path"].lstrip("/"): file["state"] for file in document(result)["files"]}
+
+
+def test_services_can_read_what_a_strict_umask_made(run: Run, root: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        assert run("install", "--apply").exit_code == 0
+    finally:
+        os.umask(before)
+    for folder in ("etc", "etc/honed", "etc/systemd/system"):
+        assert (root / folder).stat().st_mode & 0o777 == 0o755, folder
+    (root / "opt/honed").chmod(0o700)
+    assert "chmod -R a+rX /opt/honed" in " ".join(run("install").output.split())
 
 
 def test_without_apply_nothing_is_written(run: Run, root: Path) -> None:
