@@ -1,7 +1,8 @@
 """How other hosts may read the metrics: TLS and passwords, by a file in the web-config form of Prometheus and its exporters.
 
-The file, and the certificates that it names, are read again when they change; only TLS is switched on and off by a restart.
-Paths in it are relative to its folder.
+The file, and the certificates that it names, are read again when they change. What an open listener can't take over waits for
+a restart: TLS on or off, its versions, whether clients are asked for certificates. So does a file without any user where there
+was one, as a file is that was just cut off. Paths in it are relative to its folder.
 
 Source: github.com/prometheus/exporter-toolkit, docs/web-configuration.md.
 """
@@ -115,11 +116,14 @@ class WebConfigFile:
             self.fault = ""  # the change was taken back
             return
         try:
-            self.config, self.context = _load(self._path)
+            config, context = _load(self._path)
+            if change := _needs_a_restart(self.config, config):
+                raise StartError(f"the web config {self._path} {change}: restart honed for that")
         except StartError as error:
             self._failed, self.fault = stamp, str(error)
             log.warning("the changed web config can't be used, so the last one holds", error=str(error))
         else:
+            self.config, self.context = config, context
             self._stamp, self.fault = self._stamp_now(), ""
 
     def first_context(self) -> ssl.SSLContext | None:
@@ -142,6 +146,19 @@ class WebConfigFile:
             named = (tls.cert_file, tls.key_file, tls.client_ca_file)
             files += [self._path.parent / file for file in named if file is not None]
         return tuple(_stamp_of(file) for file in files)
+
+
+def _needs_a_restart(before: WebConfig, after: WebConfig) -> str:
+    """What a changed file asks for that takes a restart, as the end of a sentence; empty if nothing does."""
+    old, new = before.tls_server_config, after.tls_server_config
+    if (old is None) != (new is None):
+        return f"turns TLS {'on' if old is None else 'off'}"
+    if old is not None and new is not None:
+        if old.client_auth_type != new.client_auth_type:
+            return "changes client_auth_type"
+        if (old.min_version, old.max_version) != (new.min_version, new.max_version):
+            return "changes the versions of TLS"
+    return "has no users any more" if before.basic_auth_users and not after.basic_auth_users else ""
 
 
 def _load(path: Path) -> tuple[WebConfig, ssl.SSLContext | None]:

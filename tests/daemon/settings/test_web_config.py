@@ -152,6 +152,40 @@ def test_new_passwords_and_certificates_hold_from_their_writing_on(
 
 
 @needs("openssl")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"client_auth_type": "RequireAndVerifyClientCert", "client_ca_file": "server.crt"}, "changes client_auth_type"),
+        ({"min_version": "TLS13"}, "changes the versions of TLS"),
+        (None, "turns TLS off"),
+    ],
+)
+def test_what_an_open_listener_cant_take_over_waits_for_a_restart(
+    serve: Serve, tmp_path: Path, tls: dict[str, Any], service: Service, change: dict[str, str] | None, said: str
+) -> None:
+    users = {"a": hashed("one")}
+    port = serve(metrics_web_config=write(tmp_path, tls_server_config=tls, basic_auth_users=users))
+    assert ask(port, trusting(tmp_path), "a:one")[0].status == 200
+    changed = {} if change is None else {"tls_server_config": tls | change}
+    write(tmp_path, basic_auth_users={"a": hashed("two")}, **changed)
+    assert ask(port, trusting(tmp_path), "a:one")[0].status == 200
+    assert f"{said}: restart honed" in views.status(service)["web_config_problem"]
+
+
+def test_a_file_that_was_just_cut_off_opens_nothing(
+    serve: Serve, tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listen, "is_loopback", lambda host: True)
+    file = write(tmp_path, basic_auth_users={"a": hashed("b")})
+    port = serve(metrics_web_config=file)
+    file.write_text("")
+    assert ask(port, None)[0].status == 401
+    assert "has no users any more" in views.status(service)["web_config_problem"]
+    write(tmp_path, basic_auth_users={"a": hashed("c")})
+    assert ask(port, None, "a:c")[0].status == 200
+
+
+@needs("openssl")
 def test_clients_may_have_to_show_a_certificate(serve: Serve, tmp_path: Path, tls: dict[str, Any]) -> None:
     make_certificate(tmp_path, "client")
     asked = {"client_auth_type": "RequireAndVerifyClientCert", "client_ca_file": "client.crt", "min_version": "TLS13"}
