@@ -21,7 +21,6 @@ from honed.daemon.api.limits import LOCAL_HOSTS, Limits, TokenBucket
 from honed.daemon.api.passwords import HeadAsGet, Passwords
 from honed.daemon.api.problems import METHODS, finish
 from honed.daemon.api.queries import only_known_parameters
-from honed.daemon.lifecycle.sharing import without_credentials
 from honed.daemon.metrics.render import CONTENT_TYPE, render
 from honed.daemon.page.page import add_page
 from honed.daemon.service import Service
@@ -31,6 +30,7 @@ from honed.daemon.store import canary_tables
 from honed.daemon.views import views
 from honed.daemon.views.engine_view import EngineView
 from honed.daemon.views.plain_json import finite
+from honed.recalib.registry.shared import without_credentials
 
 log = structlog.get_logger("honed.api")
 

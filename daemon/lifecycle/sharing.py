@@ -10,7 +10,6 @@ An unreachable registry is retried; nothing else waits for it.
 from __future__ import annotations
 
 import hashlib
-import re
 import socket
 import threading
 from collections import Counter
@@ -34,7 +33,7 @@ from honed.daemon.store.journal import Journal
 from honed.daemon.store.operations import Operations
 from honed.daemon.store.store import Store
 from honed.recalib.registry.manifest import Manifest, RegistryError
-from honed.recalib.registry.shared import SharedRegistry
+from honed.recalib.registry.shared import SharedRegistry, without_credentials
 
 log = structlog.get_logger("honed.sharing")
 
@@ -42,13 +41,6 @@ EVIDENCE_S = 15.0
 """Longest interval of looks while a trial runs and evidence is pooled."""
 MOST_CLOSE_S = 10.0
 """Longest wait for a running copy when the daemon ends."""
-_CREDENTIALS = re.compile(r"//\S*@")
-"""A secret may have a slash in it."""
-
-
-def without_credentials(text: str) -> str:
-    """A URL, or a text with one, without its credentials."""
-    return _CREDENTIALS.sub("//", text)
 
 
 class Sharing:
@@ -141,7 +133,7 @@ class Sharing:
             try:
                 work()
             except Exception as error:  # the boundary: the next work must run
-                log.exception("versions can't be shared", error=str(error))
+                log.exception("versions can't be shared", error=without_credentials(str(error)))
 
     def _exchange(self, shared: SharedRegistry) -> None:
         try:
@@ -164,7 +156,7 @@ class Sharing:
         except RegistryError as error:
             log.warning("versions can't be shared", error=str(error))
             with self._lock:
-                self.errors, self.last_error = self.errors + 1, without_credentials(str(error))
+                self.errors, self.last_error = self.errors + 1, str(error)
         finally:
             self._is_exchanging = False
 

@@ -33,6 +33,8 @@ from honed.recalib.registry.manifest import CONFIG, MANIFEST, WEIGHTS, Manifest,
 from honed.recalib.registry.registry import Registry
 
 T = TypeVar("T")
+_CREDENTIALS = re.compile(r"//\S*@")
+"""A secret may have a slash in it."""
 _STAMPS = frozenset(("size", "mtime", "created", "ETag", "LastModified", "etag", "md5Hash", "updated"))
 """What file systems say of a file that was written anew."""
 
@@ -70,6 +72,11 @@ class TrialReport(msgspec.Struct, frozen=True):
         return found
 
 
+def without_credentials(text: str) -> str:
+    """A URL, or a text with one, without its credentials."""
+    return _CREDENTIALS.sub("//", text)
+
+
 class SharedRegistry:
     """Versions under one URL, and transfers between there and this host's registry."""
 
@@ -83,11 +90,12 @@ class SharedRegistry:
         try:
             import fsspec
         except ImportError as error:
-            raise RegistryError(f"registry.url = {url!r} needs fsspec: pip install '/path/to/honed[shared]'") from error
+            shown = without_credentials(url)
+            raise RegistryError(f"registry.url = {shown!r} needs fsspec: pip install '/path/to/honed[shared]'") from error
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url, **_OPTIONS.get(url.partition(":")[0], {}))
         except (ImportError, ValueError) as error:  # "Install s3fs to access S3", "Protocol not known: …"
-            raise RegistryError(f"registry.url = {url!r} can't be used: {error}") from error
+            raise RegistryError(without_credentials(f"registry.url = {url!r} can't be used: {error}")) from error
         self._versions = f"{self._root.rstrip('/')}/versions"
         self._evidence = f"{self._root.rstrip('/')}/evidence"
         self._known: dict[str, Manifest] = {}
@@ -239,4 +247,4 @@ class SharedRegistry:
             raise
         except Exception as error:
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise RegistryError(f"shared registry {self.url}: {type(error).__name__}: {text}") from error
+            raise RegistryError(without_credentials(f"shared registry {self.url}: {type(error).__name__}: {text}")) from error

@@ -274,3 +274,21 @@ def test_of_very_many_trials_some_are_read_whatever_they_say(here: Side) -> None
         here[1].tell(OLD, NEW, f"{one:032x}", 40, {"": bets(float(one < MOST_TRIALS))})
     sums, number = here[1].heard(OLD, NEW, "f" * 32)
     assert (number, sums[""][0, 0]) == (MOST_TRIALS, MOST_TRIALS)
+
+
+@pytest.mark.parametrize("place", ["nope://key:se/cret@host/x", "s3://key:se/cret@"])
+def test_no_error_has_the_credentials_of_the_url(place: str, tmp_path: Path) -> None:
+    with pytest.raises(RegistryError) as raised:
+        SharedRegistry(place, Registry(tmp_path / "registry"))
+    assert "cret" not in str(raised.value)
+
+
+def test_no_failure_of_a_transfer_has_them_either(here: Side) -> None:
+    shared = SharedRegistry("memory://key:se/cret@bucket", here[0])
+
+    def fail() -> None:
+        raise OSError("can't reach memory://key:se/cret@bucket")
+
+    with pytest.raises(RegistryError, match="//bucket") as raised:
+        shared._reaching(fail)
+    assert "cret" not in str(raised.value)
