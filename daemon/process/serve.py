@@ -120,7 +120,15 @@ def make_engines_folder(path: Path) -> None:
     if path.is_dir():
         return
     make_folder(path, 0o770)
-    path.chmod(0o2770)  # mkdir ignores the setgid bit, and the umask removes the group's write right
+    try:
+        path.chmod(0o2770)  # mkdir ignores the setgid bit, and the umask removes the group's write right
+    except OSError as error:
+        path.rmdir()  # vLLM's user couldn't write to it, and the next start would leave it unchanged
+        raise StartError(
+            f"folder {path} can't be made with mode 2770, as a service may not ({error.strerror}): make it once, as root, with "
+            f"`install -d -m 2770 -o honed -g honed {path}`; for each boot with a line in /etc/tmpfiles.d: "
+            f"`d {path} 2770 honed honed`"
+        ) from error
 
 
 @contextmanager

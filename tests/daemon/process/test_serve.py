@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ import pytest
 
 from honed.daemon.errors import StartError
 from honed.daemon.process.http_server import bind_tcp
-from honed.daemon.process.serve import locked, make_folder
+from honed.daemon.process.serve import locked, make_engines_folder, make_folder
 from honed.daemon.store.database import connect
 from tests.daemon.conftest import DaemonProcess, wait_for
 
@@ -292,3 +293,17 @@ def test_a_lock_is_no_link(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="lock"), locked(tmp_path / "lock"):
         pass
     assert (tmp_path / "victim").read_text() == "kept"
+
+
+def test_a_folder_for_engines_that_a_service_may_not_make_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`RestrictSUIDSGID` refuses the bit. What is half made would be left as it is by the next start."""
+
+    def refuse(self: Path, mode: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(self))
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    with pytest.raises(StartError, match="install -d -m 2770"):
+        make_engines_folder(tmp_path / "engines")
+    assert not (tmp_path / "engines").exists()
