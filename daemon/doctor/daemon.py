@@ -8,7 +8,6 @@ from typing import Any
 from honed.daemon.doctor.check import Check
 from honed.daemon.errors import StartError
 from honed.daemon.settings.sections import HttpSettings
-from honed.daemon.settings.web_config import WebConfigFile
 from honed.daemon.views.findings import findings
 
 ROUNDS = 500
@@ -65,6 +64,8 @@ def check_metrics(http: HttpSettings, fetch: Fetch) -> Iterator[Check]:
         yield Check("metrics", "warning", text, 'Set http.metrics_listen = "127.0.0.1:9464".')
         return
     if http.metrics_web_config is not None:
+        from honed.daemon.settings.web_config import WebConfigFile  # vLLM's environment lacks what it needs
+
         try:
             scheme = "http" if WebConfigFile(http.metrics_web_config).context is None else "https"
         except StartError as error:

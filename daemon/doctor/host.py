@@ -35,7 +35,9 @@ def check_host(settings: Settings) -> Iterator[Check]:
 
 
 def check_sqlite() -> Iterator[Check]:
-    """Check that the daemon's SQLite has no known corruption bug."""
+    """Check that the daemon's SQLite has no known corruption bug; nothing where honed is installed for vLLM alone."""
+    if find_spec("sqlite_utils") is None:
+        return
     from honed.daemon.errors import StartError
     from honed.daemon.store.database import check_sqlite_version
 

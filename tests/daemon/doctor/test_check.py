@@ -6,6 +6,8 @@ import io
 import json
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -453,3 +455,36 @@ def test_exit_codes(found: list[Any], code: int) -> None:
     checks = [Check("x", level, "") for level in found]
     assert exit_code(checks) == code
     assert [check.level for check in worst_first(checks)] == [level for level in ORDER if level in found]
+
+
+WITHOUT_THE_DAEMONS_PACKAGES = """
+import sys
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, *more):
+        is_missing = name.partition(".")[0] in ("bcrypt", "structlog", "pysqlite3", "sqlite_utils")
+        return None if is_missing else self.finder.find_spec(name, *more)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+sys.meta_path[:] = [Without(finder) if hasattr(finder, "find_spec") else finder for finder in sys.meta_path]
+from honed.daemon.commands.main import main
+sys.argv = ["honed", "doctor", "--json", "--", "vllm", "serve", "some/target"]
+main()
+"""
+
+
+def test_vllms_environment_without_the_daemons_packages_checks_a_command(tmp_path: Path) -> None:
+    """There honed is installed with `--no-deps`."""
+    places = {"HONED_RUNTIME_DIR": str(tmp_path / "run"), "HONED_STATE_DIR": str(tmp_path / "state")}
+    asked = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THE_DAEMONS_PACKAGES],
+        capture_output=True,
+        text=True,
+        env=os.environ | places,
+        check=False,
+    )
+    assert "Traceback" not in asked.stderr, asked.stderr
+    subjects = {check["subject"] for check in json.loads(asked.stdout)["checks"]}
+    assert "SQLite" not in subjects
+    assert {"settings", "vLLM command"} <= subjects, subjects
