@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 
@@ -39,8 +40,15 @@ def supervise(
     log.info("serving", pid=os.getpid(), **_ways_in(service.settings))
     interval_s = min(notifier.watchdog_interval_s or CHECK_S, CHECK_S)
     code = EXIT_OK
+    sockets = [service.settings.paths.engine_socket, service.settings.paths.admin_socket]
+    identities = [_identity(path) for path in sockets]
     while not is_asked.wait(interval_s):
         dead = listeners()
+        dead += [
+            f"{path} was removed or replaced, so nobody can connect"
+            for path, identity in zip(sockets, identities, strict=True)
+            if identity is not None and _identity(path) != identity
+        ]
         if problems := [*service.problems, *dead]:
             log.error("not healthy", problems=problems)
             heart.say(f"not healthy: {'; '.join(problems)}")
@@ -52,6 +60,14 @@ def supervise(
     heart.stop()
     log.info("stopping")
     return code
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def what_it_does(service: Service) -> str:

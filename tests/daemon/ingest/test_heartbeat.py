@@ -116,6 +116,22 @@ def test_a_stuck_part_starves_the_watchdog_and_is_named(
     assert manager.hear().count("WATCHDOG=1") == fed
 
 
+def test_a_daemon_whose_socket_was_removed_ends(
+    service: Service, manager: Manager, supervised: Callable[..., threading.Thread]
+) -> None:
+    """A user's folder goes with the last login: nobody could connect any more, and nothing else would say so."""
+    socket = service.settings.paths.engine_socket
+    socket.parent.mkdir(parents=True, exist_ok=True)
+    if not socket.exists():
+        socket.write_text("")
+    thread = supervised([])
+    wait_for(lambda: "WATCHDOG=1" in manager.hear(), "a fed watchdog")
+    socket.unlink()
+    thread.join(10)
+    assert thread.codes == [1]  # type: ignore[attr-defined]
+    assert f"STATUS=not healthy: {socket} was removed or replaced, so nobody can connect" in manager.hear()
+
+
 def test_a_dead_listener_ends_the_process_so_that_it_is_started_again(
     manager: Manager, supervised: Callable[..., threading.Thread]
 ) -> None:
