@@ -164,6 +164,18 @@ class Store:
                 self.note_error(error)
                 raise StoreError(f"database: {error}") from error
 
+    def scan(self, sql: str, parameters: Any = ()) -> Iterator[dict[str, Any]]:
+        """Rows of a query that may have very many, one after the other, on a connection of its own. Raises StoreError."""
+        try:
+            database = connect(self._path, read_only=True)
+            try:
+                yield from (dict(row) for row in database.conn.execute(sql, parameters))
+            finally:
+                database.close()
+        except sqlite3.Error as error:
+            self.note_error(error)
+            raise StoreError(f"database: {error}") from error
+
     def note_error(self, error: BaseException) -> None:
         self.errors += 1
         self.last_error, self.failed_at_s = str(error), self._monotonic()

@@ -145,12 +145,12 @@ def workloads(
         resolution_s: of the roll-ups to read; 0: the finest kept for that long.
         believed: a result of `beliefs`, if available.
     """
-    finest = 1 if 0 < window_s <= 3600 else 60 if 0 < window_s <= 86400 else 3600
+    finest = 1 if 0 < window_s <= 600 else 60 if 0 < window_s <= 86400 else 3600
     resolution = resolution_s or finest
     now = int(service.clock())
     since, until = (int(now - window_s) // resolution * resolution, now) if window_s else (0, 1 << 62)
     sums: dict[tuple[str, str, str], Counts] = defaultdict(Counts)
-    rows = service.store.read(
+    rows = service.store.scan(
         "SELECT * FROM rollups WHERE resolution_s = ? AND bucket_s BETWEEN ? AND ?", (resolution, since, until)
     )
     for row in rows:

@@ -558,3 +558,12 @@ def test_commits_are_synced(store: Store) -> None:
 
     assert store.write(synchronous) == 2  # FULL
     assert store.read("PRAGMA journal_mode") == [{"journal_mode": "wal"}]
+
+
+def test_a_long_scan_stops_no_other_read(store: Store) -> None:
+    rows = store.scan("WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1000) SELECT i FROM n")
+    assert next(rows) == {"i": 1}
+    assert store.read("SELECT 2 AS i") == [{"i": 2}]
+    assert [row["i"] for row in rows][-1] == 1000
+    with pytest.raises(StoreError, match="no such table"):
+        next(store.scan("SELECT * FROM missing"))
