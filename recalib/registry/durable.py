@@ -89,7 +89,7 @@ def locked(path: Path) -> Iterator[None]:
 
     Every call opens the file again, so threads of one process exclude each other as well.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # who may open it may hold it for ever
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield

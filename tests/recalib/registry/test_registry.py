@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -480,3 +481,8 @@ def test_kill_at_any_moment_leaves_whole_versions_and_one_active(tmp_path):
         seen = registry.generation
         assert [p.name for p in (root / "versions").iterdir() if p.name.startswith(".")] == []
     assert had_active
+
+
+def test_only_its_own_user_can_hold_the_lock(registry):
+    registry.create(checkpoint(1), target_path="t")
+    assert stat.S_IMODE((registry.root / ".lock").stat().st_mode) == 0o600
