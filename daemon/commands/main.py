@@ -121,6 +121,7 @@ def train(
     settings = load_settings(context.obj.config, runtime_dir=runtime_dir, state_dir=state_dir)
     try:
         from honed.recalib.process.trainer import check_device, run
+        from honed.recalib.registry.manifest import RegistryError
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -134,13 +135,16 @@ def train(
     except ValueError as error:
         fail(str(error), exit_code=EXIT_USAGE)
     heart = Heartbeat(Notifier())
-    run(
-        settings.trainer_settings(),
-        f"ipc://{settings.paths.engine_socket}",
-        gate=settings.gate_settings(),
-        state_dir=settings.paths.state_dir,
-        on_tick=heart.beat,
-    )
+    try:
+        run(
+            settings.trainer_settings(),
+            f"ipc://{settings.paths.engine_socket}",
+            gate=settings.gate_settings(),
+            state_dir=settings.paths.state_dir,
+            on_tick=heart.beat,
+        )
+    except RegistryError as error:
+        fail(f"the trainer can't start: {error}", cure="Run it as the daemon's user, or give --state-dir.")
     heart.stop()
 
 

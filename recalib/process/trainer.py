@@ -384,24 +384,27 @@ def run(
         on_tick: called after every turn with the current activity, at most one micro-step or `tick_s` apart; for the watchdog.
 
     Raises:
-        RegistryError: the registry can't be opened.
+        RegistryError: the registry, or another part of the state folder, can't be opened.
         ValueError: the device doesn't exist.
     """
     stand_back(settings)
     check_device(settings.device)
     import_late_parts()
     state_dir, runtime_dir = state_dir or _default_state_dir(), runtime_dir or Path(endpoint.removeprefix("ipc://")).parent
-    hold_out = HoldOut(load_salt(state_dir), settings.held_out_share)
-    registry = Registry(state_dir / "registry")
-    trainer = Trainer(
-        settings,
-        gate or GateSettings(),
-        registry,
-        Traffic(runtime_dir, settings, hold_out, state_dir / "samples", context_of=contexts_of(registry)),
-        endpoint,
-        state_dir=state_dir / "training",
-        on_tick=on_tick,
-    )
+    try:
+        hold_out = HoldOut(load_salt(state_dir), settings.held_out_share)
+        registry = Registry(state_dir / "registry")
+        trainer = Trainer(
+            settings,
+            gate or GateSettings(),
+            registry,
+            Traffic(runtime_dir, settings, hold_out, state_dir / "samples", context_of=contexts_of(registry)),
+            endpoint,
+            state_dir=state_dir / "training",
+            on_tick=on_tick,
+        )
+    except OSError as error:
+        raise RegistryError(f"the folder {state_dir} can't be used: {error}") from error
     log.info("trainer started, waiting for the daemon", device=settings.device, daemon=endpoint)
 
     def stop(signum: int, frame: FrameType | None) -> None:

@@ -118,6 +118,14 @@ def test_a_typo_in_the_settings_ends_with_2_and_names_the_key(run: Run, tmp_path
         assert "max_raw_bytes" in result.stderr
 
 
+def test_a_trainer_without_its_folder_says_so(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = run("train", "--state-dir", tmp_path / "file")
+    assert result.exit_code == 1
+    assert f"the trainer can't start: the folder {tmp_path / 'file'}" in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+
+
 @pytest.mark.parametrize("command", ["nonsense", "promote", "override set policy", "workloads --window x"])
 def test_wrong_usage_ends_with_2(run: Run, command: str) -> None:
     assert run(*command.split()).exit_code == 2
