@@ -19,7 +19,7 @@ help:
 	@echo "make test-faults    the tests of every fault that was found by attack, some minutes; the last line is JSON"
 	@echo "make test-proofs    statistical properties of many random runs, some 3 minutes"
 	@echo "make test-trees     draft trees on running vLLMs of both model runners, some 5 minutes"
-	@echo "make test-zoo       toy pairs of every published kind of target and drafter on running vLLMs, some 25 minutes"
+	@echo "make test-zoo       toy pairs of most published kinds of target and drafter on running vLLMs, some 25 minutes"
 	@echo "make test-runners   one suite on both model runners of vLLM, V1 and V2, each with both schedulers"
 	@echo "make test-observability  dashboards, alerts and the status page with real Prometheus and Chromium"
 	@echo "make test-parallel  two tensor-parallel ranks and two data-parallel replicas of vLLM with honed"
@@ -101,7 +101,7 @@ build/zoo/torchvision: | $(STAMP)
 build/speculators: | $(STAMP)
 	@$(BIN)/python -m pip install --quiet --no-deps --target build/speculators speculators==0.9.0 hs-connectors==0.9.0
 test-zoo: setup build/zoo/torchvision
-	@echo "== pairs of every published kind at toy size, on a running vLLM with honed (some 25 minutes on two cores)"
+	@echo "== pairs of most published kinds at toy size, on a running vLLM with honed (some 25 minutes on two cores)"
 	@$(BIN)/python -m tests.zoo
 
 test-api: setup
