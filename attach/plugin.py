@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from honed.attach.engine.environment import RUNTIME_DIR, wants_trees
+from honed.attach.engine.environment import RUNTIME_DIR, wants_tree_graphs, wants_trees
 
 
 def register() -> None:
@@ -14,6 +14,6 @@ def register() -> None:
 
         engine_hook.install()
         if wants_trees(os.environ):
-            from honed.attach.trees.runner_v2 import prepare_drafters
+            from honed.attach.trees.runner_v2 import prepare_workers
 
-            prepare_drafters()
+            prepare_workers(wants_tree_graphs(os.environ))

@@ -19,7 +19,7 @@ from honed.adapt.steps.vllm_costs import Curve
 from honed.attach.capture.capture import Capturer
 from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.engine.engine_hook import RANK_ERROR
-from honed.attach.engine.graphs import captured
+from honed.attach.engine.graphs import captured, padded_to_with_trees
 from honed.attach.runner.fed_verification import FedVerification
 from honed.attach.runner.idle_drafts import skip_idle_drafts
 from honed.attach.runner.runner import Runner, runner_of
@@ -155,8 +155,11 @@ class HonedWorkerExtension:
         self._honed_required().begin()
 
     @_answering
-    def honed_trees(self, may_have_graphs: bool) -> str:
-        """Verify draft trees from the next step on; return "" or the reason why this engine can't.
+    def honed_trees(self, may_have_graphs: bool) -> tuple[str, list[int]]:
+        """Verify draft trees from the next step on.
+
+        Returns:
+            "" or the reason why this engine can't, and the token counts of `padded_to_with_trees`.
 
         Called last: the trees' part of a draft pass lies around the capture's, which sees the rows of chains.
         """
@@ -169,8 +172,8 @@ class HonedWorkerExtension:
                 self._honed_trees = TreesV1(runner, block_tokens_of(runner.speculative_config), note)
             self._honed_trees.wrap()
         except (TypeError, AttributeError) as error:
-            return str(error)
-        return ""
+            return str(error), []
+        return "", padded_to_with_trees(runner)
 
     @_answering
     def honed_capture(self, share: float, drafter_version: str) -> dict[str, float]:

@@ -449,6 +449,8 @@ TREES: tuple[Clause, ...] = (
     Attributes("config/compilation.py", "CompilationConfig", ("static_forward_context",)),
     Attributes("config/model.py", "ModelConfig", ("enforce_eager",)),
     # V2 (trees/runner_v2.py)
+    Method("v1/worker/worker_base.py", "WorkerWrapperBase", "init_device", calls=("init_device",)),
+    Attributes("v1/worker/worker_base.py", "WorkerWrapperBase", ("vllm_config",)),
     Method(_V2, "GPUModelRunner", "__init__", calls=("init_speculator",)),
     Method("v1/worker/gpu/spec_decode/__init__.py", "", "init_speculator", first=("vllm_config",)),
     Method(_V2, "GPUModelRunner", "prepare_attn", first=("input_batch",), calls=("compute_slot_mappings",)),
@@ -501,7 +503,7 @@ TREES: tuple[Clause, ...] = (
     Method(_SPECULATOR, "DFlashSpeculator", "propose", calls=("run_fullgraph",)),
     Method("v1/worker/gpu/dp_utils.py", "", "dispatch_cg_and_sync_dp", calls=("dispatch",)),
     Method(_GRAPHS, "CudaGraphManager", "dispatch", ("max_query_len",), ("num_reqs", "num_tokens", "uniform_token_count")),
-    Attributes(_GRAPHS, "CudaGraphManager", ("cudagraph_mode", "use_breakable_cg")),
+    Attributes(_GRAPHS, "CudaGraphManager", ("cudagraph_mode", "use_breakable_cg", "compilation_config")),
     Attributes("v1/worker/gpu/states.py", "RequestState", ("req_id_to_index",)),
 )
 

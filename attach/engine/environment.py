@@ -84,13 +84,18 @@ def from_environment(environ: Mapping[str, str], data_parallel_index: int = 0) -
         queue_bytes=_bytes(environ, "HONED_QUEUE_BYTES", 32 << 20, minimum=1 << 16),
         feature_kind=feature_kind,
         wants_trees=wants_trees(environ),
-        wants_tree_graphs=environ.get("HONED_TREES", "").lower() == "graphs",
+        wants_tree_graphs=wants_tree_graphs(environ),
     )
 
 
 def wants_trees(environ: Mapping[str, str]) -> bool:
     """Whether draft trees are switched on."""
     return environ.get("HONED_TREES", "0").lower() not in ("", "0", "false", "no")
+
+
+def wants_tree_graphs(environ: Mapping[str, str]) -> bool:
+    """Whether trees are wanted also where vLLM captures CUDA graphs."""
+    return environ.get("HONED_TREES", "").strip().lower() == "graphs"
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

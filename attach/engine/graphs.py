@@ -49,6 +49,17 @@ def captured(model_runner: Any) -> Captured:
     return Captured(token_counts, [] if is_any_mix else sorted(lengths), _block_lengths(model_runner))
 
 
+def padded_to_with_trees(model_runner: Any) -> list[int]:
+    """Token counts, ascending, that a V2 runner pads a step with trees to, and any other step that has no full graph.
+
+    They are those of piecewise graphs, which take any mix of lengths; none where vLLM captured none.
+    """
+    manager = getattr(model_runner, "cudagraph_manager", None)
+    if manager is None or manager.cudagraph_mode.mixed_mode().name != "PIECEWISE":
+        return []
+    return sorted(manager.compilation_config.cudagraph_capture_sizes or ())
+
+
 def _block_lengths(model_runner: Any) -> list[int]:
     drafter: Any = getattr(model_runner, "speculator", None)
     graphs = getattr(getattr(drafter, "decode_cudagraph_manager", None), "graphs", None)

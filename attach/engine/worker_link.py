@@ -48,7 +48,7 @@ class WorkerLink:
         self._counted_step = 0
         self._is_feeding = False
         self._fed_curves: tuple[Curve, Curve] | None = None
-        self.graphs = Captured([], [], [])
+        self.graphs = self._graphs_of_chains = Captured([], [], [])
         self.captured: dict[str, float] = {}
         """Rows, skipped and non-finite rows, requests with media, and errors of the capture, as of the last call."""
 
@@ -125,10 +125,14 @@ class WorkerLink:
             self._drop(of_workers, f"capture, swap and estimates are off: the workers can't be attached to: {error}")
 
     def _attach_trees(self) -> None:
-        reason = next(filter(None, self.rpc("honed_trees", self._settings.wants_tree_graphs)), "")
+        answers: list[tuple[str, list[int]]] = self.rpc("honed_trees", self._settings.wants_tree_graphs)
+        reason = next((reason for reason, _ in answers if reason), "")
         if reason:
             self._drop((), f"trees are off: {reason}")
         else:
+            # Steps with trees don't run in full graphs: no length has one that another lacks.
+            self._graphs_of_chains = self.graphs
+            self.graphs = self.graphs._replace(token_counts=answers[0][1], lengths=[])
             self.findings = replace(self.findings, capabilities=(*self.findings.capabilities, "trees"))
 
     def drop_limit(self, beginning: str) -> None:
@@ -138,6 +142,7 @@ class WorkerLink:
 
     def end_trees(self) -> None:
         """Note that the workers verify chains from now on."""
+        self.graphs = self._graphs_of_chains
         self._drop(("trees",), "trees are off: they failed too often; vLLM's log has the first error")
 
     @property

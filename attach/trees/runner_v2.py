@@ -9,18 +9,21 @@ slot beside `req_states.draft_tokens`, and nothing here waits for the device:
                        and V to the slots after the anchor, positions as in a chain
     propose            rows of the accepted path first; from the drafter's candidates the next trees grow
 
-vLLM makes the drafter, and captures its CUDA graphs, before honed attaches. So `prepare_drafters` has to run when plugins are
+vLLM makes the drafter, and captures its CUDA graphs, before honed attaches. So `prepare_workers` has to run when plugins are
 loaded: else the drafter would draft as many tokens as there are slots, and its graphs would keep no candidates.
 
 Attention of tree rows is Python that runs in the step. So a step with trees never runs in a full graph of the target's. It runs
-in piecewise graphs, which leave attention out, or without any. Steps without trees keep their full graphs.
+in piecewise graphs, which leave attention out, or without any. Steps without trees may run in full graphs, if all requests have
+a length that vLLM captured: that of all slots, and others of its table of lengths by batch size.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import importlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,6 +42,8 @@ from honed.attach.trees.walk import Walk, describe, walk
 from honed.kernels.trees.reference import DraftTrees
 from honed.kernels.trees.tree_build import allocate, tree_build
 
+logger = logging.getLogger("honed.attach")
+
 _CANDIDATES = "honed_candidates"
 MOST_DRAWN_BYTES = 1 << 30
 """Most bytes of float32 logits that are sampled at a time. vLLM's rejection sampler has the same limit."""
@@ -46,27 +51,64 @@ _OWN_PROCESSORS = 3
 """Logits processors of vLLM itself: biases, penalties, bad words."""
 
 
-def prepare_drafters() -> None:
-    """Let V2 runners of this process make DFlash drafters of their block's size, however many slots a request has."""
+def prepare_workers(may_have_graphs: bool = False) -> None:
+    """Let this process's workers make DFlash drafters of their block's size, however many slots a request has.
+
+    Args:
+        may_have_graphs: find the tokens that trees grow from also where vLLM captures CUDA graphs.
+
+    The model runner is imported once a worker knows its configuration, as vLLM does it: some of its parts look at that then.
+    May be called several times; raises nothing.
+    """
+    try:
+        worker_base = importlib.import_module("vllm.v1.worker.worker_base")
+        init_device = worker_base.WorkerWrapperBase.init_device
+    except Exception:
+        logger.warning("honed: vLLM's workers can't be prepared for draft trees", exc_info=True)
+        return
+    if getattr(init_device, "is_honed", False):
+        return
+
+    @functools.wraps(init_device)
+    def preparing(self: Any) -> Any:
+        try:
+            if _has_slots(self.vllm_config):
+                with worker_base.set_current_vllm_config(self.vllm_config):
+                    _prepare_drafters(may_have_graphs)
+        except Exception:
+            logger.warning("honed: the drafter can't be prepared for draft trees", exc_info=True)
+        return init_device(self)
+
+    preparing.is_honed = True  # type: ignore[attr-defined]
+    worker_base.WorkerWrapperBase.init_device = preparing
+
+
+def _has_slots(config: Any) -> bool:
+    """Whether a V2 runner will make a DFlash drafter."""
+    speculative = config.speculative_config
+    return speculative is not None and speculative.method == "dflash" and bool(config.use_v2_model_runner)
+
+
+def _prepare_drafters(may_have_graphs: bool) -> None:
     model_runner = importlib.import_module("vllm.v1.worker.gpu.model_runner")  # which looks the function up by this name
     make = model_runner.init_speculator
     if getattr(make, "is_honed", False):
         return
 
     def init_speculator(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        slots = vllm_config.speculative_config.num_speculative_tokens
-        block = block_tokens_of(vllm_config.speculative_config)
-        if vllm_config.speculative_config.method != "dflash":
+        speculative = vllm_config.speculative_config
+        if speculative.method != "dflash":
             return make(vllm_config, *args, **kwargs)
         smaller = copy.copy(vllm_config)
-        smaller.speculative_config = copy.copy(vllm_config.speculative_config)
-        smaller.speculative_config.num_speculative_tokens = block
+        smaller.speculative_config = copy.copy(speculative)
+        smaller.speculative_config.num_speculative_tokens = block_tokens_of(speculative)
         speculator = make(smaller, *args, **kwargs)
-        if type(speculator).__name__ == "DFlashSpeculator":
+        may_run = speculator.draft_logits is None and (may_have_graphs or not _has_graphs(vllm_config))
+        if type(speculator).__name__ == "DFlashSpeculator" and may_run:
             candidates = DraftCandidates(speculator)
             candidates.wrap()
             setattr(speculator, _CANDIDATES, candidates)
-        propose = speculator.propose
+        propose, slots = speculator.propose, speculative.num_speculative_tokens
 
         def propose_padded(*given: Any, **more: Any) -> Any:
             return _padded(propose(*given, **more), slots)
@@ -76,6 +118,10 @@ def prepare_drafters() -> None:
 
     init_speculator.is_honed = True  # type: ignore[attr-defined]
     model_runner.init_speculator = init_speculator  # type: ignore[attr-defined]
+
+
+def _has_graphs(config: Any) -> bool:
+    return bool(config.compilation_config.cudagraph_mode) and not config.model_config.enforce_eager
 
 
 def _padded(drafts: torch.Tensor, slots: int) -> torch.Tensor:
@@ -390,6 +436,10 @@ def _telling(
     return get_output_with_trees
 
 
+def _problem(speculator: Any) -> str:
+    return getattr(getattr(speculator, _CANDIDATES, None), "problem", "")
+
+
 def _misfit(runner: Any, may_have_graphs: bool) -> str:
     """Reason why this engine's runner can't have trees; empty if it can."""
     config, speculator = runner.vllm_config, runner.speculator
@@ -410,6 +460,7 @@ def _misfit(runner: Any, may_have_graphs: bool) -> str:
         and graphs.cudagraph_mode.mixed_mode().name == "FULL",
         "breakable CUDA graphs aren't known": has_graphs and graphs.use_breakable_cg,
         "the drafter was made before honed was switched on": not hasattr(speculator, _CANDIDATES),
+        f"tokens to grow from weren't found: {_problem(speculator)}": bool(_problem(speculator)),
         "the drafter finds its best tokens without logits": bool(getattr(speculator, "use_local_argmax_reduction", False)),
         "sampling masks are returned": bool(getattr(runner.sampler, "return_sampling_mask", False)),
         "routed experts are returned": getattr(runner, "aux_output_connector", None) is not None,

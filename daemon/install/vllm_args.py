@@ -26,7 +26,7 @@ LIMITS = (
     "tested on vLLM 0.32; 0.33 fits by its sources; on others honed only logs events, and `honed engines` says so",
     "capture and swap need speculative method dflash, dspark, eagle3 or mtp; draft lengths and events work with every method",
     "pipeline parallelism: no capture, no swap (hidden states are spread over processes)",
-    "draft trees need --enforce-eager, as they weren't seen beside CUDA graphs yet; `honed engines` says where they are off",
+    "draft trees beside CUDA graphs (--tree-slots with --graphs) weren't seen on a GPU yet, and need the V2 runner",
     "with enable_adaptive_verification vLLM sets draft lengths: honed logs verified drafts and captures nothing",
     "a --scheduler-cls of your own can't be combined with honed's; a worker extension can: a class derived from both",
     "vLLM's Python environment must also hold honed, and the user that runs vLLM must be in the daemon's group",
@@ -75,7 +75,8 @@ def make(
         num_draft_tokens: K; 0: from the drafter's config.json, a DFlash drafter's block size less 1 or what an EAGLE-3 one is
             for; 3 for an MTP head.
         engine_id: distinguishes engines of one host; vLLM's data-parallel rank is appended.
-        graphs: draft lengths besides K for which vLLM captures full CUDA graphs; needs `drafter`.
+        graphs: draft lengths besides K for which vLLM captures full CUDA graphs; needs `drafter`. With `tree_slots` steps
+            without trees run in them; without graphs trees need an eager engine.
         max_num_seqs: the server's most requests a step, for `graphs`.
         tree_slots: most nodes of a draft tree, in the place of K; 0: no trees. Needs `drafter`.
 
@@ -88,8 +89,6 @@ def make(
     flags = ["--model", model] if model else []
     if (graphs or tree_slots) and not drafter and not method:
         raise ValueError("graphs and tree slots are part of --speculative-config: give --drafter or --method too")
-    if graphs and tree_slots:
-        raise ValueError("steps with draft trees don't run in full CUDA graphs: give either --graphs or --tree-slots")
     if tree_slots > MOST_TREE_SLOTS:
         raise ValueError(f"{tree_slots} tree slots, but vLLM's V1 sampler takes {MOST_TREE_SLOTS} drafts a request at most")
     if drafter or method:
@@ -117,8 +116,8 @@ def make(
         flags += ["--speculative-config", json.dumps(speculative, separators=(",", ":"))]
     flags += ["--scheduler-cls", SCHEDULER, "--worker-extension-cls", WORKER_EXTENSION]
     if tree_slots:
-        environment["HONED_TREES"] = "1"
-        flags.append("--enforce-eager")
+        environment["HONED_TREES"] = "graphs" if graphs else "1"
+        flags += [] if graphs else ["--enforce-eager"]
     return VllmArgs(environment, flags)
 
 

@@ -36,6 +36,7 @@ TITLES = {
     "draft_length": "draft length per request",
     "capture": "capture of training samples",
     "swap": "swap of the drafter's weights",
+    "trees": "draft trees",
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from honed.daemon.install.vllm_args import table_for
 from tests.e2e.device_waits import device_waits, of_honed
 from tests.e2e.engine import DRAFTER, IS_CUDA, IS_SLOW, IS_V2, K, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
@@ -23,15 +24,17 @@ SEEDED: dict[str, Any] = GREEDY | {"temperature": 0.8, "seed": 11}
 PENALTIES: dict[str, Any] = GREEDY | {"presence_penalty": 0.7}
 
 
-WITH_GRAPHS: dict[str, Any] = {
-    "enforce_eager": False,
-    "compilation_config": {
-        "cudagraph_mode": "FULL_AND_PIECEWISE",
-        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64, 96, 128],
-    },
-}
-MODES = {"1": {}, "graphs": WITH_GRAPHS} if IS_CUDA else {"1": {}}
-"""Values of HONED_TREES, each with an engine's options."""
+def with_graphs(**compilation: Any) -> dict[str, Any]:
+    """Options of an engine with full graphs for steps of all slots, of the drafter's block and of no drafts."""
+    sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 48, 64, 96, 128]}
+    return {"enforce_eager": False, "compilation_config": sizes | compilation}
+
+
+MODES: dict[str, dict[str, Any]] = {"eager": {}}
+"""Ways to run a step, each with an engine's options. On a GPU the plainest graphs come first."""
+if IS_CUDA:
+    MODES["full graphs"] = with_graphs(mode=0, cudagraph_mode="FULL_DECODE_ONLY")
+    MODES["compiled"] = with_graphs(cudagraph_mode="FULL_AND_PIECEWISE")
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -51,12 +54,14 @@ def references(mode: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trees(mode: str, references: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestEngine]:
-    from honed.attach.trees.runner_v2 import prepare_drafters
+    from honed.attach.trees.runner_v2 import prepare_workers
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HONED_TREES", mode)
-        prepare_drafters()
-        speculation = {"method": "dflash", "model": str(DRAFTER), "num_speculative_tokens": SLOTS}
+        patch.setenv("HONED_TREES", "1" if mode == "eager" else "graphs")
+        prepare_workers(may_have_graphs=True)  # in this process once for all modes
+        speculation: dict[str, Any] = {"method": "dflash", "model": str(DRAFTER), "num_speculative_tokens": SLOTS}
+        if mode != "eager":
+            speculation["num_speculative_tokens_per_batch_size"] = table_for([SLOTS, K, 0], 8)
         with engine(tmp_path_factory.mktemp("trees") / "run", speculative_config=speculation, **MODES[mode]) as running:
             running.honed._recorder.is_logging_token_ids = True
             running.honed.before_schedule()
@@ -144,12 +149,14 @@ def test_padded_steps_without_full_graphs(
 def test_graphs_serve_steps_of_trees_and_chains(
     trees: TestEngine, references: dict[str, Any], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if mode != "graphs":
+    if mode == "eager":
         pytest.skip("there are none")
+    assert trees.honed._hello().captured_lengths == []
     set_policy(trees, static_k=SLOTS, max_k=SLOTS)
     steps = dispatched(trees, monkeypatch)
     assert trees.generate(PROMPTS, **GREEDY) == references["greedy"]
-    assert {graph.cg_mode.name for has_trees, graph in steps if has_trees} == {"PIECEWISE"}
+    of_trees = {graph.cg_mode.name for has_trees, graph in steps if has_trees}
+    assert of_trees == {"PIECEWISE" if mode == "compiled" else "NONE"}
     set_policy(trees, static_k=0, max_k=SLOTS)
     del steps[:]
     assert trees.generate(PROMPTS, **GREEDY) == references["greedy"]

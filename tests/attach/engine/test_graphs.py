@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from honed.attach.engine.graphs import Captured, LengthTable, captured
+from honed.attach.engine.graphs import Captured, LengthTable, captured, padded_to_with_trees
 
 
 class Shape(NamedTuple):
@@ -42,6 +42,20 @@ def test_graphs_that_take_any_mix_leave_the_lengths_open() -> None:
 )
 def test_without_graphs_there_are_none(without: Any) -> None:
     assert captured(without) == Captured([], [], [])
+
+
+@pytest.mark.parametrize(
+    ("mode", "found"),
+    [("FULL_AND_PIECEWISE", [1, 8, 16]), ("PIECEWISE", [1, 8, 16]), ("FULL_DECODE_ONLY", []), ("FULL", []), ("NONE", [])],
+)
+def test_steps_with_trees_are_padded_to_piecewise_graphs(mode: str, found: list[int]) -> None:
+    from vllm.config.compilation import CompilationConfig, CUDAGraphMode
+
+    config = CompilationConfig(cudagraph_capture_sizes=[16, 1, 8])
+    manager = SimpleNamespace(cudagraph_mode=CUDAGraphMode[mode], compilation_config=config)
+    assert padded_to_with_trees(SimpleNamespace(cudagraph_manager=manager)) == found
+    assert padded_to_with_trees(SimpleNamespace(cudagraph_manager=None)) == []
+    assert padded_to_with_trees(SimpleNamespace()) == []
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ class Engine:
     def __init__(self, *answers: dict[str, Any]) -> None:
         self.answers = list(answers) or [{"graphs": ([], [], []), "dropped": []}]
         self.asked: list[tuple[str, tuple[Any, ...]]] = []
+        self.of_method: dict[str, list[Any]] = {}
         self.failing = ""
         self.failure: Exception = engine_hook.RankError("AttributeError: no such layer")
 
@@ -28,12 +29,14 @@ class Engine:
         self.asked.append((method, args))
         if method == self.failing:
             raise self.failure
-        return self.answers
+        return self.of_method.get(method, self.answers)
 
 
-def link(engine: Engine | None, monkeypatch: pytest.MonkeyPatch, *capabilities: str, **more: Any) -> WorkerLink:
+def link(
+    engine: Engine | None, monkeypatch: pytest.MonkeyPatch, *capabilities: str, trees: str = "0", **more: Any
+) -> WorkerLink:
     monkeypatch.setattr(engine_hook, "current", lambda: engine)
-    settings = from_environment({"HONED_RUNTIME_DIR": "/run/honed"}, 0)
+    settings = from_environment({"HONED_RUNTIME_DIR": "/run/honed", "HONED_TREES": trees}, 0)
     assert settings is not None
     findings = Findings(("events", *capabilities), (), is_known=more.pop("is_known", True))
     return WorkerLink(settings, findings, b"s" * 16, **more)
@@ -132,3 +135,26 @@ def test_vllms_rule_is_fed_when_something_has_changed(monkeypatch: pytest.Monkey
         (False, *empty),
         (True, *CURVES),
     ]
+
+
+def test_with_trees_no_length_is_captured_but_steps_are_padded_as_in_piecewise_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the slots' graphs the daemon would draft as many nodes as there are slots, or none."""
+    engine = Engine({"graphs": ([16, 32], [15], [3]), "dropped": []})
+    made = link(engine, monkeypatch, "swap", trees="graphs")
+    engine.of_method["honed_trees"] = [("", [1, 2, 4, 8]), ("", [1, 2, 4, 8])]
+    assert made.attach()
+    assert ("honed_trees", (True,)) in engine.asked
+    assert made.findings.capabilities == ("events", "swap", "trees")
+    assert made.graphs == Captured([1, 2, 4, 8], [], [3])
+    made.end_trees()
+    assert made.findings.capabilities == ("events", "swap")
+    assert made.graphs == Captured([16, 32], [15], [3])
+
+
+def test_trees_that_one_rank_refuses_leave_the_graphs_to_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine({"graphs": ([16, 32], [15], []), "dropped": []})
+    made = link(engine, monkeypatch, "swap", trees="1")
+    engine.of_method["honed_trees"] = [("", []), ("the target has recurrent layers", [])]
+    assert made.attach()
+    assert made.findings.limits == ("trees are off: the target has recurrent layers",)
+    assert made.graphs == Captured([16, 32], [15], [])

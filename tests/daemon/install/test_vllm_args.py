@@ -189,11 +189,23 @@ def test_tree_slots_take_the_place_of_the_block(tmp_path: Path) -> None:
     assert "HONED_TREES" not in vllm_args.make(Path("/run/honed"), drafter=str(tmp_path)).environment
 
 
+def test_tree_slots_beside_graphs_have_graphs_for_steps_without_trees(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"block_size": 8}')
+    made = vllm_args.make(Path("/run/honed"), drafter=str(tmp_path), tree_slots=31, graphs=[0, 7], max_num_seqs=16)
+    speculative = json.loads(made.flags[made.flags.index("--speculative-config") + 1])
+    assert [row[2] for row in speculative["num_speculative_tokens_per_batch_size"]] == [31, 7, 0]
+    assert made.environment["HONED_TREES"] == "graphs"
+    assert "--enforce-eager" not in made.flags
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [
         ({"tree_slots": 15}, "give --drafter or --method too"),
-        ({"tree_slots": 15, "graphs": (3,), "drafter": "d"}, "either --graphs or --tree-slots"),
+        (
+            {"tree_slots": 15, "graphs": (31,), "drafter": "d", "method": "dflash"},
+            "at most 15 are drafted",
+        ),
         ({"tree_slots": 129, "drafter": "d"}, "takes 128 drafts a request at most"),
     ],
 )
