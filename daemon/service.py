@@ -399,7 +399,7 @@ class Service:
             self.decisions[engine.engine_id, reason if is_kept else OTHER_REASON] += steps
         if not item.counts.malformed:
             self.steering.put(engine, item.batch)
-            self.canaries.on_batch(item.batch)
+            self.canaries.on_batch(engine, item.batch)
 
     def _on_command_result(self, result: wire.CommandResult) -> None:
         self.swaps.on_result(result)

@@ -186,19 +186,18 @@ class Canaries:
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
-    def on_batch(self, batch: EventBatch) -> None:
-        """Count a batch of either version; it may complete a window."""
+    def on_batch(self, engine: Engine, batch: EventBatch) -> None:
+        """Count a batch of either version from an engine that takes part; it may complete a window."""
         trial = self._rollout.trial
-        if trial is None:
+        if trial is None or batch.drafter_version not in trial.versions or not self._takes_part(trial, engine, awake=False):
             return
         try:
-            is_ours = trial.canary.observe(batch)
+            trial.canary.observe(batch)
         except ValueError:
             return
         now_s = self._monotonic()
-        if is_ours:
-            trial.active_s += min(max(now_s - trial.heard_s, 0.0), PAUSE_S)
-            trial.heard_s = now_s
+        trial.active_s += min(max(now_s - trial.heard_s, 0.0), PAUSE_S)
+        trial.heard_s = now_s
         self._end_window_if_over(trial, now_s)
 
     def tick(self, now_s: float) -> None:
@@ -258,19 +257,18 @@ class Canaries:
 
     def _is_abandoned(self, trial: Trial, now_s: float) -> bool:
         """Whether the engines that could run both versions are gone for good; one that sleeps is there."""
-        fits, canary = self._swaps.fits, trial.canary
         there = self._engines.connected(now_s)
-        if trial.fitting_s is None or any(
-            fits(engine, canary.old, awake=False) and fits(engine, canary.new, awake=False) for engine in there
-        ):
+        if trial.fitting_s is None or any(self._takes_part(trial, engine, awake=False) for engine in there):
             trial.fitting_s = now_s
         return now_s - trial.fitting_s > ABANDONED_S
 
     def _engines_of(self, trial: Trial) -> list[Engine]:
         """Connected engines that can run both versions."""
-        fits = self._swaps.fits
-        found = self._engines.connected(self._monotonic())
-        return [engine for engine in found if fits(engine, trial.canary.old) and fits(engine, trial.canary.new)]
+        return [one for one in self._engines.connected(self._monotonic()) if self._takes_part(trial, one)]
+
+    def _takes_part(self, trial: Trial, engine: Engine, *, awake: bool = True) -> bool:
+        """Whether an engine can run both versions. Without `awake`, also one that sleeps."""
+        return all(self._swaps.fits(engine, version, awake=awake) for version in trial.versions)
 
     # --- on paper -----------------------------------------------------------------------------------------------------
 

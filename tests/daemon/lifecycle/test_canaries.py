@@ -43,6 +43,15 @@ def candidate(stage: Stage, value: float, **acceptance: float) -> tuple[str, str
     return operation_id, new
 
 
+@pytest.fixture
+def other(stage: Stage) -> Iterator[ServingEngine]:
+    """Another engine, which hasn't said hello yet."""
+    path, checkpoint = stage.service.settings.paths.engine_socket, str(stage.folder / "drafter")
+    engine = ServingEngine(path, checkpoint=checkpoint, engine_id="engine-1")
+    yield engine
+    engine.close()
+
+
 def pairs(stage: Stage) -> int:
     return int((stage.client.get("/v1/status").json()["canary"] or {"pairs": 0})["pairs"])
 
@@ -75,6 +84,19 @@ def test_while_they_take_turns_active_stays_and_both_are_held(stage: Stage) -> N
         assert {swap.weights.version, swap.turns.beside.version} == {stage.first, new}
         assert (swap.turns.home_version, swap.drops_cache) == (stage.first, False)
         assert swap.turns.lease_s > 0
+
+
+def test_only_engines_that_take_part_are_counted(stage: Stage, other: ServingEngine) -> None:
+    """One that can't swap counted for the old version alone, with its own kind of traffic."""
+    other.attach(capabilities=["events", "draft_length"])
+    assert other.live_version == stage.first
+    candidate(stage, 1.0)
+    other.workload = "elsewhere"
+    other.serve(lambda: ("engine-1", "elsewhere") in stage.service.live.workloads(), "rounds of the other")
+    stage.engine.serve(lambda: pairs(stage) >= 2, "pairs of windows")
+    trial = stage.service.rollout.trial
+    assert trial is not None
+    assert trial.canary.figures().keys() == {"", "default"}
 
 
 def test_a_trial_waits_for_an_engine_that_sleeps(stage: Stage) -> None:
