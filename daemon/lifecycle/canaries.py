@@ -189,7 +189,7 @@ class Canaries:
     def on_batch(self, engine: Engine, batch: EventBatch) -> None:
         """Count a batch of either version from an engine that takes part; it may complete a window."""
         trial = self._rollout.trial
-        if trial is None or batch.drafter_version not in trial.versions or not self._takes_part(trial, engine, awake=False):
+        if trial is None or batch.drafter_version not in trial.versions or not self._swaps.is_in_trial(engine, awake=False):
             return
         try:
             trial.canary.observe(batch)
@@ -232,7 +232,7 @@ class Canaries:
     def _serve_turn(self, trial: Trial, now_s: float) -> None:
         """Swap the engines to the version whose turn it is, and renew their leases."""
         serving = trial.canary.serving
-        engines = self._engines_of(trial)
+        engines = [engine for engine in self._engines.connected(self._monotonic()) if self._swaps.is_in_trial(engine)]
         for engine in engines:
             if (controller := self._controller_of(engine)) is not None:
                 controller.take_turns(trial.versions)
@@ -258,17 +258,9 @@ class Canaries:
     def _is_abandoned(self, trial: Trial, now_s: float) -> bool:
         """Whether the engines that could run both versions are gone for good; one that sleeps is there."""
         there = self._engines.connected(now_s)
-        if trial.fitting_s is None or any(self._takes_part(trial, engine, awake=False) for engine in there):
+        if trial.fitting_s is None or any(self._swaps.is_in_trial(engine, awake=False) for engine in there):
             trial.fitting_s = now_s
         return now_s - trial.fitting_s > ABANDONED_S
-
-    def _engines_of(self, trial: Trial) -> list[Engine]:
-        """Connected engines that can run both versions."""
-        return [one for one in self._engines.connected(self._monotonic()) if self._takes_part(trial, one)]
-
-    def _takes_part(self, trial: Trial, engine: Engine, *, awake: bool = True) -> bool:
-        """Whether an engine can run both versions. Without `awake`, also one that sleeps."""
-        return all(self._swaps.fits(engine, version, awake=awake) for version in trial.versions)
 
     # --- on paper -----------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from honed.daemon.ingest.engines import Engines
 from honed.daemon.lifecycle.drafters import Drafters
 from honed.daemon.lifecycle.eligible_engines import TAKE_BACK, foreign
 from honed.daemon.lifecycle.rollout import Rollout
+from honed.daemon.lifecycle.swaps import Swaps
 from honed.daemon.store.journal import Journal
 from honed.daemon.store.operations import Operation, Operations
 from honed.recalib.registry.weights_digest import weights_digests
@@ -41,6 +42,7 @@ class Checksums:
         *,
         engines: Engines,
         drafters: Drafters,
+        swaps: Swaps,
         operations: Operations,
         journal: Journal,
         send: Callable[[bytes, wire.Command], None],
@@ -48,7 +50,7 @@ class Checksums:
         in_background: Callable[[Callable[[], None]], object],
         monotonic: Callable[[], float],
     ) -> None:
-        self._rollout, self._engines, self._drafters = rollout, engines, drafters
+        self._rollout, self._engines, self._drafters, self._swaps = rollout, engines, drafters, swaps
         self._operations, self._journal, self._send = operations, journal, send
         self._lock, self._in_background, self._monotonic = lock, in_background, monotonic
         self._asked: dict[str, _Asked] = {}
@@ -62,7 +64,7 @@ class Checksums:
             )
         if engine.is_asleep:
             raise ConflictError(f"engine {engine_id!r} sleeps (vLLM's sleep mode)", cure="Wake it up: POST /wake_up to vLLM.")
-        if self._rollout.trial is not None:
+        if self._swaps.is_in_trial(engine):
             raise ConflictError("two versions take turns", cure="Wait until that is over: `honed canary` shows it.")
         if self._rollout.swapping is not None:
             raise ConflictError("a swap is under way", cure="Wait until that is over: `honed operations` shows it.")

@@ -27,6 +27,7 @@ from honed.daemon.lifecycle.drift_alarms import DriftAlarms, Standing, error_sha
 from honed.daemon.lifecycle.eligible_engines import EligibleEngines
 from honed.daemon.lifecycle.lifecycle import Lifecycle
 from honed.daemon.lifecycle.rollout import Rollout
+from honed.daemon.lifecycle.swaps import Swaps
 from honed.daemon.lifecycle.trial import Trial
 from honed.daemon.settings.sections import RecalibrationSettings
 from honed.daemon.store.journal import Journal
@@ -56,6 +57,7 @@ class Recalibrations:
         canaries: Canaries,
         trainer: Trainer,
         drafters: Drafters,
+        swaps: Swaps,
         eligible: EligibleEngines,
         store: Store,
         operations: Operations,
@@ -66,7 +68,7 @@ class Recalibrations:
         monotonic: Callable[[], float],
     ) -> None:
         self._settings, self._rollout, self._lifecycle, self._canaries = settings, rollout, lifecycle, canaries
-        self._trainer, self._drafters, self._eligible = trainer, drafters, eligible
+        self._trainer, self._drafters, self._swaps, self._eligible = trainer, drafters, swaps, eligible
         self._store, self._operations, self._journal = store, operations, journal
         self._lock, self._in_background, self._clock, self._monotonic = lock, in_background, clock, monotonic
         self.alarms = DriftAlarms(settings.min_interval_s, self._keep_alarms, lambda: clock() - monotonic())
@@ -243,7 +245,7 @@ class Recalibrations:
         """Store a drift alarm, to recalibrate once that is allowed and possible."""
         self._journal.mark("drift", alarm.text, engine.engine_id)
         log.warning("drift", engine_id=engine.engine_id, workload=alarm.workload, text=alarm.text)
-        if self._rollout.trial is not None:
+        if self._swaps.is_in_trial(engine, awake=False):
             self.alarms.hold(engine.engine_id, alarm)
             return
         self.alarms.note(engine.engine_id, alarm)

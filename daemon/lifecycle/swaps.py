@@ -3,8 +3,8 @@
 A swap is a command to each engine, and its answer. If an engine goes away meanwhile, its reported version after its return
 decides whether to ask again. An engine that runs another version than `active` (after its restart, the daemon's restart or a
 half-failed swap) is swapped to it, with growing pauses between attempts, unless that version is damaged. While two versions
-take turns, canaries.py decides which one an engine runs. An engine whose drafter got weights through vLLM's own endpoints is
-left alone until an operator promotes a version.
+take turns, canaries.py decides which one an engine runs that can run both. An engine whose drafter got weights through vLLM's
+own endpoints is left alone until an operator promotes a version.
 """
 
 from __future__ import annotations
@@ -179,8 +179,6 @@ class Swaps:
         self._reconcile(now_s)
 
     def _reconcile(self, now_s: float) -> None:
-        if self._rollout.trial is not None:
-            return
         active = self._drafters.active
         if self._drafters.fault(active):
             active = ""
@@ -193,7 +191,7 @@ class Swaps:
             if engine.live_version == active:
                 attempts.count = 0
             elif engine.live_version and now_s >= attempts.next_s:
-                if not (wanted := self._wanted(engine, active)):  # reads a manifest
+                if self.is_in_trial(engine) or not (wanted := self._wanted(engine, active)):  # both read manifests
                     attempts.count = 0
                     continue
                 attempts.next_s = now_s + min(MAX_PAUSE_S, 2.0**attempts.count)
@@ -223,6 +221,11 @@ class Swaps:
         if engine.has_foreign_drafter and not takes_over:
             return False
         return self._drafters.is_for(version, engine.hello)
+
+    def is_in_trial(self, engine: Engine, *, awake: bool = True) -> bool:
+        """True if an engine takes part in the running trial: it can run both versions."""
+        trial = self._rollout.trial
+        return trial is not None and all(self.fits(engine, version, awake=awake) for version in trial.versions)
 
     def _settle(self, sent: _Sent, failure: str, excuse: str = "") -> None:
         """Note an engine's answer. `excuse`: what a failure is that isn't one of the swap, "replaced" or "postponed"."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from honed.adapt.monitor.drift import Alarm
 from honed.adapt.protocol import wire
 from honed.daemon.api.app import make_app
 from honed.daemon.errors import StoreError
@@ -97,6 +98,27 @@ def test_only_engines_that_take_part_are_counted(stage: Stage, other: ServingEng
     trial = stage.service.rollout.trial
     assert trial is not None
     assert trial.canary.figures().keys() == {"", "default"}
+
+
+def test_a_trial_holds_up_no_engine_that_takes_no_part(stage: Stage, other: ServingEngine) -> None:
+    """One of another target got back what it had lost, was checked and had its drift noted only after the trial."""
+    other.attach(target_path="/models/other")
+    own = other.live_version
+    assert own != stage.first
+    candidate(stage, 1.0)
+    other.live_version = "lost"
+    other.send_status(drafter_version="lost")
+    other.serve(lambda: other.live_version == own, "its own version", rounds=0)
+    asked = stage.client.post("/v1/engines/engine-1:verify").json()["operation_id"]
+    other.serve(lambda: stage.operation(asked)["state"] == "succeeded", "the check", rounds=0)
+    assert stage.client.post("/v1/engines/engine-0:verify").status_code == 409
+    alarm = Alarm("regressed", "default", own, (1,), 3.0, 500, 1.2, 1.9, "default lost", 1234.5)
+    with stage.service.lock:
+        stage.service.on_alarm(stage.service.engines.by_id["engine-1"], alarm)
+        assert stage.service.rollout.trial is not None
+        stage.service.recalibrations.alarms.release(is_explained=True)
+    (standing,) = stage.client.get("/v1/status").json()["drift_alarms"]
+    assert standing["engine_id"] == "engine-1"
 
 
 def test_a_trial_waits_for_an_engine_that_sleeps(stage: Stage) -> None:
