@@ -38,9 +38,10 @@ class EligibleEngines:
         """Connected engines."""
         return self._engines.connected(self._monotonic())
 
-    def swappable(self, version: str, *, takes_over: bool = False) -> list[Engine]:
-        """Engines that can take a version, see `Swaps.fits`."""
-        return [engine for engine in self.connected() if self._swaps.fits(engine, version, takes_over=takes_over)]
+    def swappable(self, *versions: str, takes_over: bool = False) -> list[Engine]:
+        """Engines that can take each of these versions, see `Swaps.fits`."""
+        fits = self._swaps.fits
+        return [one for one in self.connected() if all(fits(one, version, takes_over=takes_over) for version in versions)]
 
     def capturing(self, engine_id: str = "") -> Engine:
         """The named engine, else the one with most samples. Raises UnknownError, ConflictError."""
@@ -89,12 +90,12 @@ class EligibleEngines:
                     cure="`honed workloads` lists them; requests set it as `honed_workload` in vllm_xargs.",
                 )
 
-    def why_none(self, version: str) -> str:
-        """Reason why no engine can take a version."""
+    def why_none(self, *versions: str) -> str:
+        """Reason why no engine can take each of these versions."""
         found = self.connected()
         if not found:
             return "no engine is connected"
-        return "; ".join([f"no connected engine can take {version}", *limits(found)])
+        return "; ".join([f"no connected engine can take {' and '.join(versions)}", *limits(found)])
 
 
 def limits(engines: list[Engine]) -> list[str]:

@@ -169,10 +169,11 @@ class Lifecycle:
         """Let a candidate take turns with the active version.
 
         Raises:
-            ConflictError: the same weights failed before, a swap or trial is running, or no engine can take it.
+            ConflictError: the same weights failed before, a swap or trial is running, or no engine can run both versions.
             UnknownError, StoreError
         """
-        engines = self._eligible.swappable(version)  # before reading the file: no messages meanwhile
+        active = self._drafters.active
+        engines = self._eligible.swappable(version, active)  # before reading the file: no messages meanwhile
         self._drafters.verified(version)
         if why := self._canaries.why_failed(version):
             raise ConflictError(f"these weights aren't offered again: {why}")
@@ -180,11 +181,11 @@ class Lifecycle:
         if self._rollout.trial is not None:
             raise ConflictError(f"{self._rollout.trial.canary.new} is on trial")
         if not engines:
-            why = self._eligible.why_none(version)
-            raise ConflictError(f"{why}; `honed promote {version}` when there is one")
+            why = self._eligible.why_none(active, version) if active else "no version is active to compare it with"
+            raise ConflictError(f"{why}; `honed promote {version}` makes it active without a trial")
         self._drafters.move({"candidate": version})
         self._operations.move(operation, stage="canary", version=version)
-        self._canaries.begin(operation, "canary", self._drafters.active, version)
+        self._canaries.begin(operation, "canary", active, version)
 
     def challenge(self, alarm: Alarm) -> None:
         """Compare the active version, if it got worse, with the previous one, if there is one."""
@@ -196,7 +197,7 @@ class Lifecycle:
         is_due = now_s - self._challenged_s >= self._challenge_pause_s
         if not (active and previous and active != previous and alarm.drafter_version == active and is_due):
             return
-        if not self._rollout.is_quiet or not self._eligible.swappable(previous):
+        if not self._rollout.is_quiet or not self._eligible.swappable(active, previous):
             return
         self._challenged_s = now_s
         operation = self._operations.create("watch", "watching", alarm.text, "honed", None, version=active)
@@ -225,9 +226,12 @@ class Lifecycle:
             return
         self._journal.mark("promote", f"{old} -> {swap.version}")
         self._journal.audit("honed", f"{operation.kind}.swapped", swap.version, operation.reason)
-        is_watched = bool(old) and old != swap.version and not operation.detail.get("force") and not self._drafters.fault(old)
-        stage = "watching" if is_watched else "done"
-        self._operations.finish(operation, "succeeded", stage=stage, version=swap.version, **swaps.figures(swap))
+        is_wanted = bool(old) and old != swap.version and not operation.detail.get("force") and not self._drafters.fault(old)
+        is_watched = is_wanted and bool(self._eligible.swappable(swap.version, old))
+        figures = swaps.figures(swap) | {"version": swap.version}
+        if is_wanted and not is_watched:
+            figures["watch"] = f"not watched: {self._eligible.why_none(old, swap.version)}"
+        self._operations.finish(operation, "succeeded", stage="watching" if is_watched else "done", **figures)
         if is_watched:
             self._canaries.begin(operation, "watch", old, swap.version)
 

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from honed.adapt.monitor.drift import Alarm
 from honed.adapt.protocol import wire
 from honed.daemon.api.app import make_app
-from honed.daemon.errors import StoreError
+from honed.daemon.errors import ConflictError, StoreError
 from honed.daemon.lifecycle.canaries import ABANDONED_S
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings
@@ -119,6 +119,32 @@ def test_a_trial_holds_up_no_engine_that_takes_no_part(stage: Stage, other: Serv
         stage.service.recalibrations.alarms.release(is_explained=True)
     (standing,) = stage.client.get("/v1/status").json()["drift_alarms"]
     assert standing["engine_id"] == "engine-1"
+
+
+def for_another_target(stage: Stage, value: float) -> str:
+    """A version that the engine can't run."""
+    return stage.service.drafters.registry.create(
+        lambda folder: write_checkpoint(folder, value), target_path="/models/other"
+    ).version
+
+
+def test_a_trial_begins_only_where_an_engine_can_run_both_versions(stage: Stage) -> None:
+    """It lasted a day in which nothing was compared, and held up every training."""
+    foreign, new = for_another_target(stage, 2.0), stage.version(1.0)
+    with stage.service.lock:
+        stage.service.drafters.move({"active": foreign})
+        operation = stage.service.operations.create("adopt", "canary", "", "test", None, version=new)
+        with pytest.raises(ConflictError, match=f"no connected engine can take {foreign} and {new}; .*without a trial"):
+            stage.service.lifecycle.try_out(operation, new)
+        assert stage.service.rollout.trial is None
+    assert stage.aliases()["candidate"] is None
+    promoted = stage.promote(new, force=False)
+    assert stage.operation(promoted)["stage"] == "done"
+    assert stage.operation(promoted)["detail"]["watch"].startswith(
+        f"not watched: no connected engine can take {foreign} and {new}"
+    )
+    drift(stage, "default", new)  # the previous version is the other target's
+    assert stage.service.rollout.trial is None
 
 
 def test_a_trial_waits_for_an_engine_that_sleeps(stage: Stage) -> None:
