@@ -290,7 +290,7 @@ class Service:
     def pause_training(self, is_paused: bool) -> None:
         """Pause or resume training between two micro-steps. The state survives restarts of daemon and trainer."""
         self.trainer.pause(is_paused)
-        self.journal.insert("meta", {"key": _PAUSED, "value": int(is_paused)}, replace=True)
+        self.journal.insert("meta", {"key": _PAUSED, "value": int(is_paused)}, key="key")
 
     def in_background(self, job: Callable[[], None]) -> None:
         """Run a long job, which takes the lock only when needed."""

@@ -94,7 +94,7 @@ class Overrides:
         self._by_name[name], self._ends_s[name] = made, self._monotonic() + ttl_s
         self.changes[name, "set"] += 1
         row = {field: getattr(made, field) for field in SetOverride.__slots__}
-        self._journal.insert("overrides", row | {"value": json.dumps(value)}, replace=True)
+        self._journal.insert("overrides", row | {"value": json.dumps(value)}, key="name")
         self._journal.audit(actor, "override.set", name, reason, f"{value!r} for {ttl_s:g} s")
         self._journal.mark("override", f"{name} = {value!r}")
         return made
@@ -140,7 +140,8 @@ class Overrides:
 
     def _remove(self, name: str) -> None:
         del self._by_name[name], self._ends_s[name]
-        done = self._store.submit(lambda db: db.conn.execute("DELETE FROM overrides WHERE name = ?", (name,)) and None)
+        sql = "DELETE FROM overrides WHERE name = ?"
+        done = self._store.keep(("overrides", name), lambda db: db.conn.execute(sql, (name,)) and None)
         done.add_done_callback(lambda done: self._note_left(name, done.exception()))
 
     @staticmethod

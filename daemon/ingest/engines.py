@@ -219,7 +219,7 @@ class Engines:
     def keep(self, boot: Boot) -> None:
         """Store what a restarted daemon has to know of a boot. A failure is logged."""
         facts = (boot.engine_id, boot.boot_id, boot.own_version, boot.target_updates)
-        self._store.submit(lambda db: save_facts(db, *facts)).add_done_callback(
+        self._store.keep(("facts", *facts[:2]), lambda db: save_facts(db, *facts)).add_done_callback(
             lambda done: done.exception() and log.error("facts of a boot were not written", error=str(done.exception()))
         )
 

@@ -18,6 +18,7 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import structlog
@@ -285,7 +286,7 @@ class Canaries:
             self._failed[row["new_key"]] = why
         ended = {"decision": decision, "text": text, "ended_unix_s": self._clock()}
         state = row["state"] if isinstance(row["state"], str) else json.dumps(row["state"])
-        self._submit(lambda db: canary_tables.save(db, row | ended | {"state": state}))
+        self._keep(row | ended | {"state": state})
 
     def _note(self, trial: Trial) -> None:
         """Store the evidence of a pair of windows."""
@@ -294,11 +295,10 @@ class Canaries:
         if canary_tables.is_kept(canary.pairs):
             about = {"operation_id": trial.operation_id, "t": now, "pairs": canary.pairs, "rounds": canary.rounds}
             rows = [about | {"workload": name, **figures} for name, figures in canary.figures().items()]
-            self._submit(lambda db: canary_tables.save_points(db, rows))
+            self._store.submit(lambda db: canary_tables.save_points(db, rows)).add_done_callback(_complain)
 
     def _save(self, trial: Trial) -> None:
-        row = self._row(trial)
-        self._submit(lambda db: canary_tables.save(db, row))
+        self._keep(self._row(trial))
 
     def _row(self, trial: Trial) -> dict[str, Any]:
         settings = trial.canary.settings
@@ -318,10 +318,14 @@ class Canaries:
             "state": json.dumps(state),
         }
 
-    def _submit(self, job: Callable[[Any], None]) -> None:
-        self._store.submit(job).add_done_callback(
-            lambda done: done.exception() and log.error("a trial was not written", error=str(done.exception()))
-        )
+    def _keep(self, row: dict[str, Any]) -> None:
+        state = "canaries", row["operation_id"]
+        self._store.keep(state, lambda db: canary_tables.save(db, row)).add_done_callback(_complain)
 
     def _toss_coin(self) -> bool:
         return self._coin.random() < 0.5
+
+
+def _complain(done: Future[Any]) -> None:
+    if (error := done.exception()) is not None:
+        log.error("a trial was not written", error=str(error))

@@ -35,8 +35,8 @@ log = structlog.get_logger("honed.lifecycle")
 
 CHALLENGE_ROUNDS = 5000
 """Rounds for which a regressed version is compared with the previous one; then it is recalibrated."""
-_ROLLBACK_RETRY_S = 30.0
-"""Pause after a failed roll-back of a worse version."""
+_RETRY_S = 30.0
+"""Pause after a verdict that couldn't be carried out, since the aliases couldn't be moved."""
 
 
 class Lifecycle:
@@ -63,7 +63,9 @@ class Lifecycle:
         self._challenged_s = float("-inf")
         self._rollback_due: tuple[str, str] | None = None
         """Worse version that is still active because its aliases couldn't be moved, and the verdict's text."""
-        self._rollback_due_s = 0.0
+        self._promotion_due: tuple[Trial, str] | None = None
+        """Trial whose candidate is better, though the aliases couldn't be moved, and the verdict's text."""
+        self._due_s = 0.0
         self.promotions: Counter[str] = Counter()
         """Versions made active, by the kind of operation."""
 
@@ -264,6 +266,10 @@ class Lifecycle:
                 self._drafters.move({"candidate": None})
         except HonedError as error:
             log.error("aliases were not moved after a canary", version=new, error=str(error))
+            if decision == "better" and not self._drafters.fault(new):
+                self._promotion_due, self._due_s = (trial, text), self._monotonic() + _RETRY_S
+                self._rollout.swapping = operation
+                return
             decision, text = "failed", f"{text}; the aliases were not moved: {error}"
         if decision in ("worse", "withdrawn"):
             self.rollbacks["canary" if decision == "worse" else "operator"] += 1
@@ -280,8 +286,11 @@ class Lifecycle:
             self._send_home(self._drafters.active, operation)
 
     def tick(self, now_s: float) -> None:
-        """Once a second: retry the roll-back of a worse version whose aliases couldn't be moved."""
-        if self._rollback_due is None or now_s < self._rollback_due_s or not self._rollout.is_quiet:
+        """Once a second: retry what a verdict asks for, if the aliases couldn't be moved."""
+        if self._promotion_due is not None and now_s >= self._due_s:
+            (trial, text), self._promotion_due, self._rollout.swapping = self._promotion_due, None, None
+            self._end_canary(trial, self._operations.find(trial.operation_id), "better", text)
+        if self._rollback_due is None or now_s < self._due_s or not self._rollout.is_quiet:
             return
         (version, text), self._rollback_due = self._rollback_due, None
         if self._drafters.active == version:
@@ -292,7 +301,7 @@ class Lifecycle:
             self.roll_back(reason=text, actor="honed", cause="canary")
         except HonedError as error:
             log.error("a bad version can't be rolled back yet", error=str(error))
-            self._rollback_due, self._rollback_due_s = (self._drafters.active, text), self._monotonic() + _ROLLBACK_RETRY_S
+            self._rollback_due, self._due_s = (self._drafters.active, text), self._monotonic() + _RETRY_S
 
     @contextlib.contextmanager
     def _failing(self, operation: Operation) -> Iterator[None]:

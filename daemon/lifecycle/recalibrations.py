@@ -289,7 +289,7 @@ class Recalibrations:
         return True
 
     def _keep_alarms(self, text: str) -> None:
-        self._journal.insert("meta", {"key": _ALARMS, "value": text}, replace=True)
+        self._journal.insert("meta", {"key": _ALARMS, "value": text}, key="key")
 
     def capture_override(self, engine_id: str, now_s: float) -> Override | None:
         """While a recalibration needs samples, capture from more requests than usual."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import structlog
@@ -30,12 +31,13 @@ class Journal:
         """Put a mark on the timeline: rollback, drift, override, promote, canary, target."""
         self.insert("marks", {"t": self._clock(), "engine_id": engine_id, "kind": kind, "text": text})
 
-    def insert(self, table: str, row: dict[str, Any], replace: bool = False) -> Future[Any]:
-        """Queue one row."""
+    def insert(self, table: str, row: dict[str, Any], key: str = "") -> Future[Any]:
+        """Queue one row. With `key`, the column that names it, it replaces an older row, be it after an error of the disk."""
         columns, places = ", ".join(row), ", ".join(f":{name}" for name in row)
-        verb = "INSERT OR REPLACE" if replace else "INSERT"
+        verb = "INSERT OR REPLACE" if key else "INSERT"
         sql = f"{verb} INTO {table} ({columns}) VALUES ({places})"
-        future = self._store.submit(lambda db: db.conn.execute(sql, row) and None)
+        submit = partial(self._store.keep, (table, row[key])) if key else self._store.submit
+        future = submit(lambda db: db.conn.execute(sql, row) and None)
         future.add_done_callback(lambda done: _complain(table, done))
         return future
 

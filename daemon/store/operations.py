@@ -148,6 +148,7 @@ class Operations:
         row["detail"] = json.dumps(operation.detail)
         columns, places = ", ".join(row), ", ".join(f":{name}" for name in row)
         sql = f"INSERT OR REPLACE INTO operations ({columns}) VALUES ({places})"
-        self._store.submit(lambda db: db.conn.execute(sql, row) and None).add_done_callback(
+        state = "operations", operation.operation_id
+        self._store.keep(state, lambda db: db.conn.execute(sql, row) and None).add_done_callback(
             lambda done: done.exception() and log.error("an operation was not written", error=str(done.exception()))
         )

@@ -3,7 +3,8 @@
 Guarantees: a batch reported as committed survives a killed process and a power cut (synchronous=FULL: the log is synced
 before COMMIT returns). One transaction stores a batch and counts it in the roll-ups. The same (engine, boot, seq) is
 never stored twice. While the disk refuses, or a file of the database is gone, batches wait in memory up to `queue_bytes`
-and are retried; above that `put` returns False and the engine keeps them.
+and are retried; above that `put` returns False and the engine keeps them. States (`keep`) wait and are retried, too: the
+latest of each is stored once the disk takes it.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pysqlite3 as sqlite3
 import structlog
@@ -38,6 +39,13 @@ log = structlog.get_logger("honed.store")
 MAX_GROUP_BYTES = 16 << 20
 RETRY_S = 0.5
 COMMIT_BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+class _Job(NamedTuple):
+    run: Callable[[Database], Any]
+    future: Future[Any]
+    state: Hashable = None
+    """What it stores the present state of; None: it isn't retried."""
 
 
 class Store:
@@ -68,7 +76,7 @@ class Store:
         self._reader_lock = threading.Lock()
         self._changed = threading.Condition()
         self._batches: deque[StoredBatch] = deque()
-        self._jobs: deque[tuple[Callable[[Database], Any], Future[Any]]] = deque()
+        self._jobs: deque[_Job] = deque()
         self._queued_bytes = 0
         self._is_closing = False
         self._is_busy = False
@@ -139,12 +147,23 @@ class Store:
 
     def submit(self, job: Callable[[Database], T]) -> Future[T]:
         """Run `job` in the writer's next transaction; the result is set after its commit."""
+        return self._enqueue(job, None)
+
+    def keep(self, state: Hashable, job: Callable[[Database], object]) -> Future[Any]:
+        """`submit` what stores the present state of something. It is retried while the disk refuses, unless a newer one waits.
+
+        Args:
+            state: names what the state is of, e.g. an operation.
+        """
+        return self._enqueue(job, state)
+
+    def _enqueue(self, job: Callable[[Database], T], state: Hashable) -> Future[T]:
         future: Future[T] = Future()
         with self._changed:
             if self._is_closing:
                 future.set_exception(StoreError("the store is closed"))
                 return future
-            self._jobs.append((job, future))
+            self._jobs.append(_Job(job, future, state))
             self._changed.notify_all()
         return future
 
@@ -199,28 +218,58 @@ class Store:
                 self._changed.notify_all()
 
     def _run_jobs(self) -> None:
-        """Run the queued jobs in one transaction, which costs one sync of the disk, each in a savepoint of its own."""
+        """Run the queued jobs in one transaction, which costs one sync of the disk, each in a savepoint of its own.
+
+        States that the disk refuses wait for the next turn.
+        """
         jobs = [self._jobs.popleft() for _ in range(len(self._jobs))]
         if not jobs:
             return
         done: list[tuple[Future[Any], Any]] = []
+        refused: dict[Hashable, _Job] = {}
         try:
             with self._transaction():
-                for job, future in jobs:
+                for job in jobs:
                     try:
                         with self._db.atomic():
-                            done.append((future, job(self._db)))
+                            done.append((job.future, job.run(self._db)))
                     except Exception as error:
                         if not self._db.conn.in_transaction:  # the error has ended the others' transaction too
                             raise
-                        self._fail(future, error)
+                        self._refuse(job, error, refused)
         except Exception as error:
-            for _, future in jobs:
-                if not future.done():
-                    self._fail(future, error)
+            refused = {}
+            for job in jobs:
+                if not job.future.done():
+                    self._refuse(job, error, refused)
+        else:
+            for future, result in done:
+                future.set_result(result)
+        if refused:
+            self._try_again(refused)
+
+    def _refuse(self, job: _Job, error: Exception, refused: dict[Hashable, _Job]) -> None:
+        """Fail a job, or note in `refused` that it has to be tried again."""
+        if job.state is None or not _is_of_the_disk(error) or self._is_closing:
+            self._fail(job.future, error)
             return
-        for future, result in done:
-            future.set_result(result)
+        self.note_error(error)
+        if (older := refused.pop(job.state, None)) is not None:
+            older.future.set_result(None)
+        refused[job.state] = job
+
+    def _try_again(self, refused: dict[Hashable, _Job]) -> None:
+        """Queue states before all else that came since, and give the disk some time."""
+        log.error("states wait in memory until the disk takes them", error=self.last_error, states=len(refused))
+        with self._changed:
+            newer = {job.state for job in self._jobs}
+            for state, job in reversed(refused.items()):
+                if state in newer:
+                    job.future.set_result(None)
+                else:
+                    self._jobs.appendleft(job)
+            if not self._is_closing:
+                self._changed.wait(RETRY_S)
 
     def _fail(self, future: Future[Any], error: Exception) -> None:
         if isinstance(error, sqlite3.Error):

@@ -261,7 +261,7 @@ def test_a_promoted_version_is_watched_and_goes_when_the_previous_one_is_better(
 
 
 def test_a_worse_version_goes_as_soon_as_the_aliases_can_be_moved(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("honed.daemon.lifecycle.lifecycle._ROLLBACK_RETRY_S", 0.5)
+    monkeypatch.setattr("honed.daemon.lifecycle.lifecycle._RETRY_S", 0.5)
     new, move = stage.version(1.0), stage.service.drafters.move
     stage.engine.acceptance = {stage.first: 0.7, new: 0.4}
     stage.promote(new, force=False)
@@ -278,6 +278,28 @@ def test_a_worse_version_goes_as_soon_as_the_aliases_can_be_moved(stage: Stage, 
     assert stage.service.drafters.move == move
     stage.engine.serve(lambda: stage.aliases()["active"] == stage.first, "the roll-back")
     stage.engine.serve(lambda: stage.engine.live_version == stage.first, "the old version")
+
+
+def test_a_better_candidate_is_promoted_as_soon_as_the_aliases_can_be_moved(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short error of the disk threw away what hours of training had gained."""
+    monkeypatch.setattr("honed.daemon.lifecycle.lifecycle._RETRY_S", 0.5)
+    operation_id, new = candidate(stage, 1.0, old=0.4, new=0.7)
+    refused: list[dict[str, str | None]] = []
+
+    def refuse(changes: dict[str, str | None]) -> None:
+        refused.append(changes)
+        raise StoreError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage.service.drafters, "move", refuse)
+        stage.engine.serve(lambda: len(refused) >= 2, "a second try")
+        assert stage.aliases()["active"] == stage.first
+        assert stage.operation(operation_id)["state"] == "running"
+    assert stage.finish(operation_id)["state"] == "succeeded"
+    assert stage.aliases() | {"floor": None} == {"active": new, "candidate": None, "previous": stage.first, "floor": None}
+    stage.engine.serve(lambda: stage.engine.live_version == new, "the new version")
 
 
 def test_a_promoted_version_that_is_better_stays(stage: Stage) -> None:

@@ -127,6 +127,53 @@ def test_batches_wait_in_memory_while_the_disk_refuses(folder: Path, clock: Cloc
     assert not store.is_failing
 
 
+def set_meta(value: int) -> Callable[[Any], None]:
+    return lambda db: db.conn.execute("INSERT OR REPLACE INTO meta VALUES ('state', ?)", (value,)) and None
+
+
+def test_the_last_of_a_state_is_stored_once_the_disk_takes_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short error of the disk dropped what an operation or a trial had come to, and a restart brought back what it was."""
+    store.keep("state", set_meta(1)).result(20)
+    check, calls = store._files.check, 0
+
+    def fail() -> None:
+        nonlocal calls
+        calls += 1
+        raise pysqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(store._files, "check", fail)
+    states = [store.keep("state", set_meta(value)) for value in (2, 3)]
+    with pytest.raises(StoreError, match="disk I/O error"):
+        store.write(lambda db: None)  # who waits is told at once
+    wait_for(lambda: calls >= 3, "another try")
+    states.append(store.keep("state", set_meta(4)))
+    monkeypatch.setattr(store._files, "check", check)
+    for state in states:
+        state.result(20)
+    assert store.read("SELECT value FROM meta WHERE key = 'state'") == [{"value": 4}]
+
+
+def test_a_state_that_cannot_be_stored_is_not_retried_for_ever(store: Store) -> None:
+    with pytest.raises(StoreError, match="NOT NULL"):
+        store.keep("state", lambda db: db.conn.execute("INSERT INTO operations (operation_id) VALUES ('x')")).result(20)
+
+
+def test_closing_waits_for_no_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(folder / "honed.db", StoreSettings(commit_interval_s=0.0))
+    store.start()
+
+    def fail() -> None:
+        raise pysqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(store._files, "check", fail)
+    state = store.keep("state", set_meta(1))
+    wait_for(lambda: store.errors, "the refusal")
+    store.close()
+    assert not store.is_alive
+    with pytest.raises(StoreError, match="disk I/O error"):
+        state.result(20)
+
+
 def _lift_cap(store: Store) -> bool:
     store.write(lambda db: db.conn.execute("PRAGMA max_page_count = 100000").fetchall() and None)
     return True
