@@ -140,9 +140,22 @@ class _HonedScheduler:
                         request.spec_token_ids = self._honed_placeholders[length]
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        if self._honed is not None:
-            self._honed.cut(draft_token_ids.req_ids, draft_token_ids.draft_token_ids)
+        honed = self._honed
+        if honed is not None:
+            honed.cut(draft_token_ids.req_ids, draft_token_ids.draft_token_ids)
+            honed.before_grammars(draft_token_ids.req_ids, draft_token_ids.draft_token_ids)
         super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
+        if honed is not None:
+            honed.after_grammars()
+
+    def update_draft_token_ids_in_output(self, draft_token_ids: Any, scheduler_output: Any) -> None:
+        # Only for grammars, when the scheduler runs ahead: the drafts take their placeholders' places.
+        honed = self._honed
+        if honed is not None:
+            honed.before_grammars(draft_token_ids.req_ids, draft_token_ids.draft_token_ids)
+        super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)  # type: ignore[misc]
+        if honed is not None:
+            honed.after_grammars(scheduler_output)
 
     def make_spec_decoding_stats(
         self,

@@ -50,7 +50,7 @@ def reached_and_accepted(
 ) -> tuple[Ints, Ints]:
     """Turn rounds into the number of positions each one tried and passed, both [R] and within 0 … K.
 
-    Drafts that a grammar rejected (`num_invalid_tokens`, the block's tail) were scheduled but never verified.
+    `num_invalid_tokens` counts drafts that were never tried, the block's tail.
     """
     drafted = np.asarray(num_draft_tokens, dtype=np.int64)
     if num_invalid_tokens is not None:

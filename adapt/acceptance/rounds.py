@@ -33,10 +33,11 @@ class Rounds:
 
     request: npt.NDArray[np.uint64]
     num_draft_tokens: Ints
-    """Where the request ended within the round: those delivered, which were accepted. What follows a text's end isn't text."""
+    """Those that a grammar struck included. Where the request ended within the round: those delivered, which were accepted.
+    What follows a text's end isn't text."""
     num_accepted_tokens: Ints
     num_invalid_tokens: Ints
-    """Drafts never verified: rejected by a grammar or trimmed by vLLM's own adaptive verification."""
+    """Drafts never tried: trimmed by vLLM's own adaptive verification, or padding. A draft that a grammar struck was tried."""
     position: Ints
     """Position of the last verified token: about the length of the context."""
     feature: Floats | None = None
@@ -56,7 +57,9 @@ def rounds_by_workload(batch: EventBatch) -> Iterator[tuple[str, Rounds]]:
     label = _ints(columns.workload, "workload", count)
     accepted = _ints(columns.num_accepted_tokens, "num_accepted_tokens", count)
     invalid = _ints(columns.num_invalid_tokens or [0] * count, "num_invalid_tokens", count)
-    invalid = np.maximum(invalid, 0) + trimmed_tokens(columns, count)
+    invalid, struck = np.maximum(invalid, 0), struck_tokens(columns, count)
+    num_scheduled = np.minimum(invalid, struck)  # of the struck ones
+    drafted, invalid = drafted + struck - num_scheduled, invalid - num_scheduled + trimmed_tokens(columns, count)
     nodes, num_nodes, is_whole = accepted_nodes(columns, accepted), drafted, np.zeros(count, dtype=np.bool_)
     if nodes is not None:
         chain = _ints(columns.chain_tokens, "chain_tokens", count)
@@ -114,9 +117,18 @@ def accepted_nodes(columns: RoundColumns, accepted: Ints) -> Ints | None:  # [R]
 
 def trimmed_tokens(columns: RoundColumns, count: int) -> Ints:
     """Drafts of each of `count` rounds that vLLM's own adaptive verification trimmed, [R]; ValueError as above."""
-    if not columns.num_trimmed_tokens:
+    return _optional(columns.num_trimmed_tokens, "num_trimmed_tokens", count)
+
+
+def struck_tokens(columns: RoundColumns, count: int) -> Ints:
+    """Drafts of each of `count` rounds that a grammar struck behind the verified ones, [R]; ValueError as above."""
+    return _optional(columns.num_struck_tokens, "num_struck_tokens", count)
+
+
+def _optional(values: Sequence[int], name: str, count: int) -> Ints:
+    if not values:
         return np.zeros(count, dtype=np.int64)
-    return np.maximum(_ints(columns.num_trimmed_tokens, "num_trimmed_tokens", count), 0)
+    return np.maximum(_ints(values, name, count), 0)
 
 
 def _ints(values: Sequence[int], name: str, count: int) -> Ints:

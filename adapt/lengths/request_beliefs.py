@@ -133,7 +133,7 @@ class RequestBeliefs:
         num_accepted_tokens: Sequence[int],
         features: Sequence[float] | None = None,
     ) -> None:
-        """Learn from finished rounds; `num_draft_tokens` counts verified drafts, without those that a grammar rejected.
+        """Learn from finished rounds; `num_draft_tokens` counts verified drafts, and those that a grammar struck.
 
         Rounds of unknown or finished requests teach nothing.
 

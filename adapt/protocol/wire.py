@@ -183,6 +183,9 @@ class RoundColumns(_Message, frozen=True):
     """Tokens that would have been accepted if that chain alone had been verified."""
     nodes: TokenIds = []
     """The accepted nodes of trees, concatenated (num_accepted_tokens for each); node 0 is the tree's best."""
+    num_struck_tokens: RoundDrafts = []
+    """Drafts that a grammar struck, behind the verified ones: the first of them was tried and refused. They are among the
+    invalid ones if they were scheduled. Empty: none."""
 
 
 class EventBatch(_Message, frozen=True):

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from honed.adapt.acceptance.rounds import trimmed_tokens
+from honed.adapt.acceptance.rounds import struck_tokens, trimmed_tokens
 from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.protocol.wire import EventBatch
 
@@ -48,10 +48,10 @@ class Log:
     step: Ints  # [R] index of the round's step
     request: Ints  # [R] 0 … Q−1
     position: Ints  # [R]
-    drafted: Ints  # [R] without drafts that a grammar rejected or vLLM trimmed
+    drafted: Ints  # [R] without drafts that a grammar struck or vLLM trimmed
     accepted: Ints  # [R]
     emitted: Ints  # [R] up to the request's end
-    is_struck: npt.NDArray[np.bool_]  # [R] a grammar rejected drafts: none beyond would have been verified
+    is_struck: npt.NDArray[np.bool_]  # [R] a grammar struck drafts: none beyond would have been verified
     cell: Ints  # [Q] index into `cells`
     cells: tuple[tuple[str, str], ...]
     """(workload, drafter version)."""
@@ -94,7 +94,7 @@ class LogBuilder:
         steps = steps[:, np.argsort(steps[0], kind="stable")]
         count = rounds.shape[1]
         invalid = np.array(batch.rounds.num_invalid_tokens or [0] * count, dtype=np.int64)
-        trimmed = trimmed_tokens(batch.rounds, count)
+        trimmed, struck = trimmed_tokens(batch.rounds, count), struck_tokens(batch.rounds, count)
         delivered = np.array(batch.rounds.num_delivered or batch.rounds.num_emitted, dtype=np.int64)
         request = np.array(batch.rounds.request, dtype=np.uint64)
         if not len(invalid) == len(request) == len(delivered) == len(batch.rounds.chain_tokens or invalid) == count:
@@ -113,7 +113,16 @@ class LogBuilder:
         place = np.searchsorted(steps[0], rounds[0])
         cell = cells[rounds[1]] if count else rounds[1]
         key = (request + (boot * _MOST_CELLS + cell).astype(np.uint64) * _STRIDE).view(np.int64)
-        columns = (np.cumsum(is_wanted)[place] - 1 + self._num_steps, key, cell, *rounds[2:], delivered, invalid, trimmed)
+        columns = (
+            np.cumsum(is_wanted)[place] - 1 + self._num_steps,
+            key,
+            cell,
+            *rounds[2:],
+            delivered,
+            invalid,
+            trimmed,
+            struck,
+        )
         self._rounds.append(np.stack(columns)[:, is_wanted[place]])
         self._steps.append(np.concatenate([steps, np.full((1, steps.shape[1]), boot)])[:, is_wanted])
         if batch.rounds.chain_tokens:
@@ -126,9 +135,9 @@ class LogBuilder:
     def log(self) -> Log:
         """Make the log of the gathered batches."""
         steps = np.concatenate([np.zeros((len(_STEP_COLUMNS) + 1, 0), dtype=np.int64), *self._steps], axis=1)
-        rounds = np.concatenate([np.zeros((len(_ROUND_COLUMNS) + 4, 0), dtype=np.int64), *self._rounds], axis=1)
+        rounds = np.concatenate([np.zeros((len(_ROUND_COLUMNS) + 5, 0), dtype=np.int64), *self._rounds], axis=1)
         rounds = rounds[:, np.argsort(rounds[0], kind="stable")]
-        step, key, cell, position, drafted, accepted, emitted, invalid, trimmed = rounds
+        step, key, cell, position, drafted, accepted, emitted, invalid, trimmed, struck = rounds
         number, end_ns, duration_us, requests, tokens, prefill, context, block, boot = steps
         drafted = np.maximum(drafted - np.maximum(invalid, 0) - trimmed, 0)
         accepted = np.clip(accepted, 0, drafted)
@@ -151,7 +160,7 @@ class LogBuilder:
             drafted,
             accepted,
             emitted,
-            invalid > 0,
+            (invalid > 0) | (struck > 0),
             cell[first],
             tuple(self._cells),
         )

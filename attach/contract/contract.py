@@ -166,10 +166,21 @@ EVENTS: tuple[Clause, ...] = (
 
 DRAFT_LENGTH: tuple[Clause, ...] = (
     Method(_SCHED, "Scheduler", "_update_after_schedule", first=("scheduler_output",)),
-    Method(_SCHED, "Scheduler", "update_draft_token_ids", first=("draft_token_ids",)),
+    Method(_SCHED, "Scheduler", "update_draft_token_ids", first=("draft_token_ids",), calls=("validate_tokens",)),
+    # Drafts that a grammar strikes (struck_drafts.py): cut off before they are scheduled, or padded with -1 in their step.
+    Method(
+        _SCHED,
+        "Scheduler",
+        "update_draft_token_ids_in_output",
+        first=("draft_token_ids", "scheduler_output"),
+        calls=("validate_tokens",),
+    ),
+    Method(_CORE, "EngineCore", "step_with_batch_queue", calls=("take_draft_token_ids", "update_draft_token_ids_in_output")),
+    Method("v1/structured_output/utils.py", "", "strip_speculative_padding", first=("token_ids",)),
+    Attributes("v1/request.py", "Request", ("use_structured_output", "is_prefill_chunk")),
     Method(_ASYNC, "AsyncScheduler", "_update_after_schedule", first=("scheduler_output",)),
     Attributes("v1/core/sched/output.py", "SchedulerOutput", ("num_spec_tokens_to_schedule", "total_num_scheduled_tokens")),
-    Attributes("v1/outputs.py", "DraftTokenIds", ("req_ids",)),
+    Attributes("v1/outputs.py", "DraftTokenIds", ("req_ids", "draft_token_ids")),
     Attributes("v1/request.py", "Request", ("spec_token_ids", "num_prompt_tokens", "max_tokens", "num_output_placeholders")),
     Attributes("config/model.py", "ModelConfig", ("max_model_len",)),
     Method(_SCHED, "Scheduler", "_handle_stopped_request", first=("request",)),

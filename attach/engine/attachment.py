@@ -29,6 +29,7 @@ from honed.attach.engine.graphs import LengthTable
 from honed.attach.engine.guard import Errors, guarded
 from honed.attach.engine.introduction import introduce
 from honed.attach.engine.latency import Latency
+from honed.attach.engine.struck_drafts import StruckDrafts, struck_in_output, with_struck
 from honed.attach.engine.worker_link import WorkerLink
 from honed.attach.events.model_wait import ModelWait
 from honed.attach.events.publisher import Callbacks, Publisher
@@ -104,6 +105,9 @@ class Attachment:
         self._last_scheduled: dict[str, int] | None = None
         """Requests of the last step, if a running one wasn't among them: its drafts will be forgotten."""
         self._plan: Plan | None = None
+        self._struck = StruckDrafts()
+        self._offered: dict[str, int] = {}
+        """Drafts that the grammars are about to judge, by request."""
         self._busy = BusyFlag(settings.busy_path)
         if self._busy.problem:
             limit = f"{NO_BUSY_FLAG}: {self._busy.problem}"
@@ -155,6 +159,7 @@ class Attachment:
             most = self._chain_tokens if most < 0 else min(most, self._chain_tokens)
         self._decider.start(request.request_id, labels.workload, most)
         self._in_prompt.add(request.request_id)
+        self._struck.start(request)
         self._busy.set(True)
 
     @guarded
@@ -163,6 +168,7 @@ class Attachment:
         self._requests.remove(request_id)
         self._recorder.over(request_id)
         self._in_prompt.discard(request_id)
+        self._struck.finish(request_id)
         self._decider.finish(request_id)
         self._set_busy()
 
@@ -173,6 +179,7 @@ class Attachment:
         If vLLM schedules ahead, it may drop the tokens of a step under way.
         """
         self._in_prompt.add(request.request_id)
+        self._struck.drop(request.request_id)
         if request.drop_stale_output and request.num_stale_output_tokens > 0:
             self._with_stale_steps.add(request.request_id)
 
@@ -276,7 +283,8 @@ class Attachment:
             self._decided = ids, lengths
         self._block = block
         drafted_by, self._drafting_version = self._drafting_version, self._drafter_version
-        output.honed_plan = Plan(self._step, self._began_ns, reason, block, drafted_by, padded)
+        struck = self._struck.scheduled(output)
+        output.honed_plan = Plan(self._step, self._began_ns, reason, block, drafted_by, padded, struck)
         self._decide_ns = time.perf_counter_ns() - began_ns
 
     @guarded
@@ -303,10 +311,26 @@ class Attachment:
                 drafts[i] = drafts[i][:length]
 
     @guarded
+    def before_grammars(self, request_ids: Sequence[str], drafts: Sequence[Sequence[int]]) -> None:
+        """Count the drafts that vLLM is about to check against their requests' grammars."""
+        self._offered = {}
+        self._offered = self._struck.offered(request_ids, drafts)
+
+    @guarded
+    def after_grammars(self, output: Any = None) -> None:
+        """Note which drafts a grammar struck; `output`: of the step that is under way with them, None: it is yet to come."""
+        if output is None:
+            self._struck.judged(self._offered, self._scheduler.requests)
+        elif self._offered and (plan := getattr(output, "honed_plan", None)) is not None:
+            output.honed_plan = plan._replace(struck=struck_in_output(self._offered, output))
+
+    @guarded
     def before_update(self, output: Any, runner_output: Any) -> Callable[[Verified], None]:
         """Prepare for a step's results; return the function that takes vLLM's verify rounds as it counts them."""
         self._model_wait.end()
         self._plan = getattr(output, "honed_plan", None)
+        if self._plan is not None and (unjudged := self._struck.unjudged(output)):
+            self._plan = self._plan._replace(padded={*self._plan.padded, *unjudged})
         if self._most_tokens > self._chain_tokens and getattr(runner_output, TREES_ARE_OFF, False):
             self._most_tokens = self._chain_tokens
             self._workers.end_trees()
@@ -331,10 +355,10 @@ class Attachment:
             of_trees = [one for one in verified if one[0] in recorder.trees]
             self._decider.requests.advance([one[0] for one in of_trees], [one[2] for one in of_trees])
             verified = [one for one in verified if one[0] not in recorder.trees]
+        if invalid or plan.struck:
+            verified = with_struck(verified, invalid, plan.struck, step.answered(plan.struck) if step is not None else ())
         if verified and self._can_decide:
             request_ids, drafts, accepted = map(list, zip(*verified, strict=True))
-            if invalid:  # tokens that a grammar rejected tell nothing about the drafter
-                drafts = [k - invalid.get(request_id, 0) for request_id, k in zip(request_ids, drafts, strict=True)]
             self._decider.observe(request_ids, drafts, accepted)
         if step is not None and self._policy is not None and self._policy.tells_steps:
             requests = len(step.scheduled)

@@ -112,6 +112,10 @@ class BatchBuilder:
             self._steps[name].append(value)
         self._add_rounds(step, rows)
         self._rounds["num_trimmed_tokens"] += trimmed
+        # What a padded round struck was padding; behind a trimmed draft none was tried.
+        self._rounds["num_struck_tokens"] += [
+            0 if trim or r in step.padded else step.struck.get(r, 0) for (r, *_), trim in zip(rows, trimmed, strict=True)
+        ]
 
     def _context_tokens(self, step: Step) -> int:
         # Prompt and output of all requests in the step, as before it; a prompt not computed yet counts whole.
@@ -181,6 +185,8 @@ class BatchBuilder:
         """Take the gathered batch; the builder is empty afterwards, and still knows the requests."""
         if not any(self._rounds["num_trimmed_tokens"]):
             self._rounds["num_trimmed_tokens"] = []
+        if not any(self._rounds["num_struck_tokens"]):
+            self._rounds["num_struck_tokens"] = []
         if not any(self._rounds["chain_tokens"]):
             self._rounds["chain_tokens"], self._rounds["chain_accepted"] = [], []
         if self._rounds["num_delivered"] == self._rounds["num_emitted"]:

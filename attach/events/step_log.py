@@ -70,11 +70,18 @@ class Step(NamedTuple):
     """Requests whose drafts were padding: vLLM counts them, but they tell nothing about the drafter."""
     trees: Mapping[str, TreeRound] = MappingProxyType({})
     """Of requests whose drafts were the nodes of a tree."""
+    struck: Mapping[str, int] = MappingProxyType({})
+    """Drafts that a grammar struck, behind the verified ones, by request; `invalid` has those of them that were scheduled."""
 
     @property
     def has_token_ids(self) -> bool:
         """Whether to log token ids."""
         return self.emitted is not None
+
+    def answered(self, request_ids: Iterable[str]) -> list[str]:
+        """Those of the requests that got a token in this step."""
+        rows, sampled = self.row_of, self.sampled
+        return [r for r in request_ids if (row := rows.get(r, len(sampled))) < len(sampled) and len(sampled[row])]
 
 
 class Started(NamedTuple):

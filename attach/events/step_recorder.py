@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from honed.attach.events.request_book import Tracked
@@ -29,6 +30,8 @@ class Plan(NamedTuple):
     padded: Collection[str] = ()
     """Requests new to the batch, or back in it, whose drafts are padding. vLLM pads a step when only one token is left to
     compute, so that all rows are alike. And a scheduler that runs ahead counts on drafts that V1's worker has forgotten."""
+    struck: Mapping[str, int] = MappingProxyType({})
+    """Drafts that a grammar struck, behind those that the step verifies, by request."""
 
 
 class StepRecorder:
@@ -112,6 +115,7 @@ class StepRecorder:
                 self._emitted,
                 plan.padded,
                 self.trees,
+                plan.struck,
             )
             self._log.append(step)
         self._output = None

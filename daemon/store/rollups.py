@@ -202,17 +202,21 @@ def count_batch(batch: EventBatch, received_unix_ns: int, bounded: Callable[[str
         return out
     accepted = _column(batch.rounds.num_accepted_tokens, "num_accepted_tokens", num_rounds)
     workload = _column(batch.rounds.workload, "workload", num_rounds)
-    # vLLM counts a round whose drafts a grammar removed as a draft, but not the removed tokens as drafted.
+    # vLLM counts a round whose drafts a grammar struck as a draft, if any was scheduled, but not the struck ones as drafted.
     invalid = batch.rounds.num_invalid_tokens
     drafted = scheduled - _column(invalid, "num_invalid_tokens", num_rounds) if invalid else scheduled
     trimmed = batch.rounds.num_trimmed_tokens
     verified = drafted - _column(trimmed, "num_trimmed_tokens", num_rounds) if trimmed else drafted
+    struck = batch.rounds.num_struck_tokens
+    judged = verified + _column(struck, "num_struck_tokens", num_rounds) if struck else verified
     emitted = _column(batch.rounds.num_emitted, "num_emitted", num_rounds) if batch.rounds.num_emitted else accepted + 1
     ended = batch.rounds.num_delivered
     delivered = _column(ended, "num_delivered", num_rounds) if ended else emitted
     is_shrinking = (drafted <= scheduled).all() and (verified <= drafted).all()
-    if verified.min() < 0 or scheduled.max() > MAX_DRAFT_TOKENS or not is_shrinking or delivered.min() < 0:
+    if verified.min() < 0 or (judged < verified).any() or not is_shrinking or delivered.min() < 0:
         raise MalformedBatchError("a round's number of tokens is out of range")
+    if max(scheduled.max(), judged.max()) > MAX_DRAFT_TOKENS:
+        raise MalformedBatchError("a round has too many drafts")
     if (delivered > emitted).any():
         raise MalformedBatchError("a round delivered more than it emitted")
     if accepted.min() < 0 or (accepted > verified).any():
@@ -228,8 +232,8 @@ def count_batch(batch: EventBatch, received_unix_ns: int, bounded: Callable[[str
     names = [bounded(name) for name in batch.workloads]
     second = _seconds(batch, received_unix_ns, num_rounds)
     keys, cell = np.unique(second * len(names) + workload, return_inverse=True)
-    width = int(drafted.max()) + 1
-    table = _tabulate(cell.reshape(-1), len(keys), width, scheduled > 0, drafted, verified, accepted, delivered, chains)
+    width = int(np.maximum(drafted, judged).max()) + 1
+    table = _tabulate(cell.reshape(-1), len(keys), width, scheduled > 0, drafted, judged, accepted, delivered, chains)
     for key, counts in zip(keys.tolist(), table, strict=True):
         where = (key // len(names), names[key % len(names)])
         out.cells.setdefault(where, Counts()).add(counts)
@@ -243,13 +247,18 @@ def _tabulate(
     width: int,
     is_draft: NDArray[np.bool_],
     drafted: Ints,
-    verified: Ints,
+    judged: Ints,
     accepted: Ints,
     delivered: Ints,
     chains: tuple[Ints, Ints],
 ) -> list[Counts]:
-    """Counts of each cell, from the rounds' columns; `chains`: columns of the chain in each tree, empty without trees."""
-    is_tried = verified > 0
+    """Counts of each cell, from the rounds' columns.
+
+    Args:
+        judged: drafts that the target verified or a grammar struck.
+        chains: columns of the chain in each tree, empty without trees.
+    """
+    is_tried = judged > 0
 
     def sums(values: Ints) -> list[int]:
         added: list[int] = np.bincount(cell, weights=values, minlength=num_cells).astype(np.int64).tolist()
@@ -263,7 +272,7 @@ def _tabulate(
     rounds, plain = sums(is_draft.astype(np.int64)), sums((~is_draft).astype(np.int64))
     sum_drafted, sum_accepted, sum_delivered = sums(drafted), sums(accepted), sums(delivered)
     by_drafted, by_accepted = at_least(drafted, is_draft), at_least(accepted, is_draft)
-    by_tried = at_least(np.minimum(verified - 1, accepted), is_tried)
+    by_tried = at_least(np.minimum(judged - 1, accepted), is_tried)
     trees = [[0] * num_cells] * 4
     if len(chains[0]):
         is_tree = chains[0] > 0

@@ -41,6 +41,7 @@ def rounds(batches: list[wire.EventBatch]) -> list[dict[str, Any]]:
                     "k": columns.num_draft_tokens[i],
                     "invalid": columns.num_invalid_tokens[i],
                     "trimmed": columns.num_trimmed_tokens[i] if columns.num_trimmed_tokens else 0,
+                    "struck": columns.num_struck_tokens[i] if columns.num_struck_tokens else 0,
                     "accepted": columns.num_accepted_tokens[i],
                     "num_emitted": columns.num_emitted[i],
                     "delivered": columns.num_delivered[i] if columns.num_delivered else columns.num_emitted[i],

@@ -268,6 +268,9 @@ def test_grammars_and_requests_that_are_given_up(answers: dict[str, list[list[in
         after = running.counters()
         assert {name: after[name] - before[name] for name in after} == counted(rows)
         assert answers["grammar"] != answers["free"], "the grammar changes nothing: this test shows nothing"
+        assert any(r["struck"] for r in rows), "the grammar strikes nothing: this test shows nothing"
+        assert all(r["k"] - r["invalid"] + r["struck"] <= K for r in rows)
+        assert all(r["struck"] <= r["invalid"] if IS_ASYNC else not r["invalid"] for r in rows)
         check_positions(running, rows)
         assert all(r["emitted"][: r["accepted"]] == r["draft"][: r["accepted"]] for r in rows)
 

@@ -36,7 +36,7 @@ def test_a_position_is_a_trial_only_when_reached_and_verified():
     assert successes.tolist() == [2, 1, 0, 0]
 
 
-def test_drafts_struck_out_by_a_grammar_were_not_tried():
+def test_drafts_past_the_block_s_verified_part_were_not_tried():
     reached, accepted = reached_and_accepted([5], [2], K, [3])
     assert (reached.tolist(), accepted.tolist()) == ([2], [2])
 

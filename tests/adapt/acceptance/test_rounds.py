@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 
+from honed.adapt.acceptance.estimate import reached_and_accepted
 from honed.adapt.acceptance.rounds import rounds_by_workload
 from tests.adapt.simulate import make_batch
 
@@ -23,6 +24,22 @@ def test_drafts_that_vllm_trimmed_were_never_verified():
     assert found.num_invalid_tokens.tolist() == [1, 0]
     with pytest.raises(ValueError, match="num_trimmed_tokens has 1 entries"):
         list(rounds_by_workload(msgspec.structs.replace(batch, rounds=msgspec.structs.replace(rounds, num_trimmed_tokens=[1]))))
+
+
+@pytest.mark.fault("drafts struck by a grammar that counted as never tried")
+def test_drafts_that_a_grammar_struck_were_tried_and_refused():
+    batch = make_batch([3, 2, 0, 4, 0], [1, 2, 0, 1, 0], requests=[1, 2, 3, 4, 5])
+    rounds = msgspec.structs.replace(
+        batch.rounds,
+        num_invalid_tokens=[2, 0, 0, 2, 0],  # the first was scheduled before the grammar saw it, as was the fourth
+        num_struck_tokens=[2, 1, 3, 1, 0],  # one token of the fourth was padding
+    )
+    ((_, found),) = rounds_by_workload(msgspec.structs.replace(batch, rounds=rounds))
+    columns = found.num_draft_tokens, found.num_accepted_tokens, 4, found.num_invalid_tokens
+    reached, accepted = reached_and_accepted(*columns)
+    assert (reached.tolist(), accepted.tolist()) == ([2, 3, 1, 2], [1, 2, 0, 1])
+    with pytest.raises(ValueError, match="num_struck_tokens has 1 entries"):
+        list(rounds_by_workload(msgspec.structs.replace(batch, rounds=msgspec.structs.replace(rounds, num_struck_tokens=[1]))))
 
 
 @pytest.mark.fault("tokens past a request's end that counted as gain")

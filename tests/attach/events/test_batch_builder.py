@@ -163,6 +163,28 @@ def test_what_the_device_trimmed_was_drafted_but_neither_verified_nor_computed()
     assert batch.steps.num_prefill_tokens == [0, 0]
 
 
+def test_struck_drafts_are_logged_behind_the_verified_ones() -> None:
+    struck = {"r": 2, "s": 3, "t": 1, "u": 2}
+    step = a_step(
+        1,
+        [("r", 3, 3), ("t", 4, 0), ("u", 3, 0)],
+        plain={"s": 1},
+        invalid={"u": 2},
+        struck=struck,
+        padded=["u"],
+        num_verified=[3, 2, 3, 0],
+    )
+    made = builder(a_step(0, [("s", 1, 0)]))
+    made.note(started("t"))
+    made.note(started("u"))
+    made.take()
+    made.add(step)
+    batch = made.take()
+    assert batch.rounds.num_draft_tokens == [3, 4, 3, 0]
+    assert batch.rounds.num_struck_tokens == [2, 0, 0, 3]  # nothing is tried behind a trimmed draft, and padding tells nothing
+    assert batch.holds == Losses(rounds=3, draft_tokens=3 + 4 + 1, accepted_tokens=3)
+
+
 def test_padding_is_computed_and_says_nothing_of_the_drafter() -> None:
     """vLLM counts it as drafted and rejected: it is logged as drafts that were left unverified."""
     batch = builder(a_step(1, [("r", 7, 0), ("s", 7, 1)], padded=["r"])).take()

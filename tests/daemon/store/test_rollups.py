@@ -55,6 +55,16 @@ def test_struck_out_drafts_are_not_drafted_but_their_round_is_a_draft() -> None:
     assert total.tried.tolist()[:2] == [1, 1]
 
 
+def test_struck_drafts_were_tried_though_vllm_does_not_count_them() -> None:
+    batch = make_batch(1, rounds=3, drafted=[3, 2, 0], accepted=[1, 2, 0])
+    batch.rounds.num_invalid_tokens[:] = [2, 0, 0]
+    batch.rounds.num_struck_tokens[:] = [2, 1, 3]
+    total = count_batch(batch, NOW_NS).total
+    assert (total.rounds, total.draft_tokens, total.accepted_tokens) == (2, 3, 3)
+    assert total.tried.tolist() == [3, 2, 1]
+    assert total.accepted.tolist() == [2, 1, 0]
+
+
 def test_trimmed_drafts_are_drafted_as_vllm_counts_but_were_never_tried() -> None:
     batch = make_batch(1, rounds=3, drafted=[4, 4, 4], accepted=[1, 0, 2])
     batch.rounds.num_trimmed_tokens[:] = [3, 4, 1]
@@ -117,6 +127,9 @@ def test_too_many_workloads_share_one_name() -> None:
         {"num_trimmed_tokens": [3]},
         {"num_trimmed_tokens": [-1]},
         {"num_trimmed_tokens": [1, 1]},
+        {"num_struck_tokens": [-1]},
+        {"num_struck_tokens": [10**9]},
+        {"num_struck_tokens": [1, 1]},
     ],
 )
 def test_columns_that_contradict_each_other_are_malformed(columns: dict[str, list[int]]) -> None:
