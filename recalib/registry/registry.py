@@ -2,6 +2,7 @@
 
     versions/v0007-1a2b3c4d/{model.safetensors,config.json,manifest.json}
     aliases/active                 "v0007-1a2b3c4d 12\\n": the version, and the generation of this change
+    .reserve                       room for a change of aliases when the disk is full: a bad version must still be left
 
 These guarantees hold even if a process is killed between any two instructions, and with several processes. A version exists
 completely or not at all and never changes. An alias is one file, replaced atomically, so there is always exactly one `active`
@@ -13,6 +14,8 @@ Imports neither torch nor numpy: the daemon uses it.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -61,6 +64,8 @@ _VERSION = re.compile(r"v(\d{4,9})-[0-9a-f]{8}")
 _TEMPORARY = ".tmp-"
 MAX_WEIGHTS_BYTES = 16 << 30
 """Longest checkpoint that an engine may have imported: reading it takes the time of all others' imports."""
+RESERVE_BYTES = 1 << 16
+"""Room kept for changes of aliases: a block for each, and some for the folder."""
 _CURE = "check the folder's owner and the disk's free space"
 
 
@@ -79,10 +84,12 @@ class Registry:
         """
         self.root = Path(root)
         self._versions, self._aliases, self._lock = self.root / "versions", self.root / "aliases", self.root / ".lock"
+        self._reserve = self.root / ".reserve"
         try:
             for folder in (self.root, self._versions, self._aliases):
                 make_folder(folder)
             self._remove_leftovers()
+            self._keep_reserve()
         except OSError as error:
             raise RegistryError(f"registry {self.root} can't be opened ({error}); {_CURE}") from error
 
@@ -296,8 +303,24 @@ class Registry:
                 if version is not None:
                     self.path(version)  # not pruned meanwhile
                 generation += 1
-                replace_file(self._alias_path(name), f"{version or '-'} {generation}\n".encode())
+                self._replace(self._alias_path(name), f"{version or '-'} {generation}\n".encode())
+            self._keep_reserve()
         return generation
+
+    def _replace(self, path: Path, data: bytes) -> None:
+        """Replace a small file, on a full disk too."""
+        try:
+            replace_file(path, data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._reserve.unlink(missing_ok=True)
+            replace_file(path, data)
+
+    def _keep_reserve(self) -> None:
+        """Take the reserve, unless it is there or the disk is full."""
+        with contextlib.suppress(OSError), open(self._reserve, "ab") as file:
+            os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
 
     def _alias_path(self, name: str) -> Path:
         if name not in ALIASES:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import stat
@@ -486,3 +487,41 @@ def test_kill_at_any_moment_leaves_whole_versions_and_one_active(tmp_path):
 def test_only_its_own_user_can_hold_the_lock(registry):
     registry.create(checkpoint(1), target_path="t")
     assert stat.S_IMODE((registry.root / ".lock").stat().st_mode) == 0o600
+
+
+FULL_DISK = """
+import errno, sys
+from pathlib import Path
+from honed.recalib.registry.registry import Registry
+from tests.recalib.registry.test_registry import checkpoint
+
+registry = Registry(Path(sys.argv[1]) / "registry")
+one, two = (registry.create(checkpoint(fill)).version for fill in (1, 2))
+registry.set_aliases({"previous": one, "active": two})
+filler = open(Path(sys.argv[1]) / "filler", "wb", buffering=0)
+try:
+    while filler.write(bytes(4096)):
+        pass
+except OSError as error:
+    assert error.errno == errno.ENOSPC
+for _ in range(8):  # the room that a change leaves is used again
+    registry.set_aliases({"previous": two, "active": one})
+    registry.set_aliases({"previous": one, "active": two})
+again = Registry(registry.root)
+assert again.aliases()["active"] == two, again.aliases()
+again.set_aliases({"active": one})
+assert Registry(registry.root).alias("active") == one
+filler.truncate(0)
+again.set_aliases({"active": two})
+assert (registry.root / ".reserve").stat().st_blocks * 512 >= 1 << 16
+"""
+
+
+@pytest.mark.fault("a full disk under the registry")
+def test_a_full_disk_keeps_nobody_from_going_back(tmp_path):
+    run = shlex.join([sys.executable, "-c", FULL_DISK, str(tmp_path)])
+    command = f"mount -t tmpfs -o size=1m none {tmp_path} && exec {run}"
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    if "unshare failed" in done.stderr or "permission denied" in done.stderr:
+        pytest.skip("no user namespace with a tmpfs of its own can be made here")
+    assert done.returncode == 0, (done.returncode, done.stderr)
