@@ -209,8 +209,9 @@ class Service:
             drafters=self.drafters,
             engines=self.engines,
             swaps=self.swaps,
+            store=self.store,
             lock=self.lock,
-            monotonic=self.monotonic,
+            clock=self.clock,
         )
 
     def _make_ingest(self) -> None:
@@ -258,6 +259,7 @@ class Service:
         self.lifecycle.load()
         self.recalibrations.load()
         self.overrides.load()
+        self.old_versions.load()
         self.trainer.is_paused = bool(self.store.read(f"SELECT 1 FROM meta WHERE key = '{_PAUSED}' AND value"))
         self.router.start()
         self._ticker.start()

@@ -11,9 +11,20 @@ from honed.daemon.ingest.engines import Engines
 from honed.daemon.lifecycle.drafters import Drafters
 from honed.daemon.lifecycle.rollout import Rollout
 from honed.daemon.lifecycle.swaps import Swaps
+from honed.daemon.store.store import Store
 from honed.recalib.registry.registry import RegistryError
 
 log = structlog.get_logger("honed.old_versions")
+
+
+AWAY_S = 86_400.0
+"""After a restart, an engine that was silent for longer than this before it counts as gone."""
+_OWN = "SELECT engine_id, own_version AS version, max(last_seen_unix_ns) AS t FROM boots GROUP BY engine_id HAVING t >= ?"
+_LATEST = """
+WITH recent AS (SELECT engine_id, drafter_version, bucket_s FROM rollups WHERE resolution_s = 3600 AND bucket_s >= ?)
+SELECT DISTINCT engine_id, drafter_version AS version FROM recent
+WHERE bucket_s = (SELECT max(bucket_s) FROM recent AS newer WHERE newer.engine_id = recent.engine_id)
+"""
 
 
 class OldVersions:
@@ -31,12 +42,21 @@ class OldVersions:
         drafters: Drafters,
         engines: Engines,
         swaps: Swaps,
+        store: Store,
         lock: threading.RLock,
-        monotonic: Callable[[], float],
+        clock: Callable[[], float],
     ) -> None:
         self._keep, self._rollout = keep, rollout
         self._drafters, self._engines, self._swaps, self._lock = drafters, engines, swaps, lock
-        self._monotonic = monotonic
+        self._store, self._clock = store, clock
+        self._before: dict[str, set[str]] = {}
+        """Engine -> versions that it may run since before the daemon's start; of use until it says hello."""
+
+    def load(self) -> None:
+        """Read what the engines of the last day ran, since a restart mustn't take it from those that aren't back yet."""
+        since_s = self._clock() - AWAY_S
+        for row in self._store.read(_OWN, (int(since_s * 1e9),)) + self._store.read(_LATEST, (int(since_s),)):
+            self._before.setdefault(row["engine_id"], set()).add(row["version"])
 
     def remove(self) -> None:
         """Prune under the lock, so that no use of a version begins meanwhile; remove the files without it."""
@@ -51,6 +71,11 @@ class OldVersions:
             log.error("old drafter versions can't be removed", error=str(error))
 
     def _in_use(self) -> set[str]:
-        """Versions that connected engines run or are about to run, and versions of running operations."""
-        running = {engine.live_version for engine in self._engines.connected(self._monotonic())}
+        """Versions that engines run, came with or are about to run, and versions of running operations.
+
+        A silent engine may serve on, and come back.
+        """
+        engines = self._engines.by_id
+        running = {version for one in engines.values() for version in (one.live_version, one.boot.own_version)}
+        running = running.union(*(versions for engine_id, versions in self._before.items() if engine_id not in engines))
         return (running | self._swaps.versions | self._rollout.versions) - {""}

@@ -292,6 +292,44 @@ def test_old_versions_go_but_for_those_with_a_name(stage: Stage) -> None:
     wait_for(lambda: kept() == wanted, "the old versions' end")
 
 
+def test_what_a_silent_engine_runs_stays(stage: Stage) -> None:
+    """It serves on, say behind a broken socket, and comes back with a version that was gone."""
+    runs = stage.version(1.0)
+    with stage.service.lock:
+        engine = stage.service.engines.by_id["engine-0"]
+        engine.live_version = runs
+        engine.last_seen_s = float("-inf")
+    newest = [stage.version(float(number)) for number in range(2, 30)][-1]
+    stage.service.old_versions.remove()
+    left = {manifest.version for manifest in stage.service.drafters.registry.versions()}
+    assert {stage.first, runs, newest} <= left
+    assert len(left) < 20
+
+
+def test_what_an_engine_runs_stays_over_a_restart_of_the_daemon(settings: Settings, folder: Path) -> None:
+    """The restarted daemon removed it before the engine had said hello again."""
+    service, engine, trainer, first = first_life(settings, folder)
+    try:
+        stage = Stage(service, engine, trainer, TestClient(make_app(service)), first, folder)
+        engine.live_version = runs = stage.version(1.0)
+        engine.turn()
+        engine.wait_acked(1)
+        service.stop()
+        service.drafters.registry.set_aliases({"active": None, "floor": None})
+        for number in range(2, 30):
+            stage.version(float(number))
+        service = Service(settings, daemon_id="two")
+        service.start()
+        service.old_versions.remove()
+        left = {manifest.version for manifest in service.drafters.registry.versions()}
+        assert {first, runs} <= left
+        assert len(left) < 20
+    finally:
+        service.stop()
+        engine.close()
+        trainer.close()
+
+
 @pytest.mark.fault("ever new checkpoints that fill the disk")
 def test_engines_that_name_ever_new_checkpoints_do_not_fill_the_disk(stage: Stage, settings: Settings) -> None:
     keep = settings.registry.keep_versions
