@@ -25,6 +25,7 @@ from honed.attach.runner.idle_drafts import skip_idle_drafts
 from honed.attach.runner.runner import Runner, runner_of
 from honed.attach.runner.verified_drafts import VerifiedDrafts
 from honed.attach.swap.arriving_weights import take_updates
+from honed.attach.swap.deep_sleep import keep_through_sleep
 from honed.attach.swap.swap import Swapper
 from honed.attach.trees.runner_v1 import TreesV1
 from honed.attach.trees.runner_v2 import TreesV2
@@ -72,6 +73,7 @@ class _WorkerSide:
         """Take part in the runner's steps from now on, on all ranks alike."""
         if hasattr(self.runner.draft_model.model, "hidden_norm"):  # of DFlash's kind; vLLM loads others in place itself
             take_updates(self._worker, self.swapper)
+        keep_through_sleep(self._worker, self.runner.draft_model, self.swapper.live_parts, self._errors.note)
         self.runner.count_steps()
         skip_idle_drafts(self.runner, torch.device(self._worker.device))
         if self.capturer is not None:

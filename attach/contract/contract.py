@@ -284,6 +284,10 @@ WORKERS: tuple[Clause, ...] = (
     Method("v1/executor/abstract.py", "Executor", "wake_up", ("tags",)),
     Method("v1/executor/abstract.py", "Executor", "discard", ("tags",)),
     Attributes("v1/executor/abstract.py", "Executor", ("is_sleeping",)),
+    # A sleep of level 2 discards weights that no swap brings back (deep_sleep.py).
+    Method("v1/worker/gpu_worker.py", "Worker", "sleep", ("level",)),
+    Method("v1/worker/gpu_worker.py", "Worker", "wake_up", ("tags",)),
+    *(Method(file, "GPUModelRunner", "get_model") for file in (_V1, _V2)),
     # vLLM's own endpoints for new weights (engine_hook.py).
     *(Method("v1/engine/async_llm.py", "AsyncLLM", name, calls=("collective_rpc",)) for name in _WEIGHT_UPDATE),
     *(Method("v1/worker/gpu_worker.py", "Worker", name) for name in (*_WEIGHT_UPDATE, "reload_weights")),

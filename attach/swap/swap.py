@@ -156,6 +156,10 @@ class Swapper:
             self._held = {}
         return {"copy_ms": (time.perf_counter() - began) * 1e3}
 
+    def live_parts(self) -> Iterator[torch.Tensor]:
+        """What a swap sets, of this rank: views of the parameters, but for layers that a CPU build packed away."""
+        return (part for _, part, _ in self._live())
+
     @torch.inference_mode()
     def part_of(self, name: str, whole: torch.Tensor) -> dict[str, torch.Tensor]:
         """Cut this rank's part from a tensor of another source, in host memory, by its name; empty for one that isn't swapped.

@@ -404,6 +404,14 @@ def test_a_drafter_that_vllm_threw_away_in_its_sleep_is_brought_back(
             wait_for(lambda: seen("drafter_version"))
             version, weights = seen("drafter_version"), running.checksum()
 
+            worker = worker_of(running)
+            others = {part.data_ptr() for part in worker._honed_side.swapper.live_parts()}
+            others |= {one.data_ptr() for one in worker.get_model().parameters()}
+            drafter = worker._honed_side.runner.draft_model
+            own = [one.data for one in drafter.parameters() if one.numel() and one.data_ptr() not in others]
+            assert own, "a parameter that no swap sets"
+            for parameter in own:
+                parameter.fill_(0.5)
             running.core.sleep(2)
             assert os.pread(running.honed._busy._descriptor, 1, 0) == b"\1", "the trainer keeps off the device, too"
             report = running.honed.commands._report
@@ -417,6 +425,8 @@ def test_a_drafter_that_vllm_threw_away_in_its_sleep_is_brought_back(
             for _, live, _ in worker_of(running)._honed_side.swapper._live():
                 if live.dim() == 1:
                     live.zero_()
+            for parameter in own:
+                parameter.zero_()
             assert running.checksum() != weights
 
             running.core.wake_up()
@@ -430,6 +440,7 @@ def test_a_drafter_that_vllm_threw_away_in_its_sleep_is_brought_back(
             wait_for(is_back)
             assert not seen("asleep")
             assert running.checksum() == weights
+            assert all((parameter == 0.5).all() for parameter in own)
             assert running.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS) == answers["free"]
             assert running.honed.errors.count == 0
     finally:
