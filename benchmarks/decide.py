@@ -105,8 +105,8 @@ class Engine:
     def turn(self) -> tuple[int, int]:
         """Run one step; return nanoseconds to (decide, learn)."""
         if self._steps % STEPS_PER_POLICY == 0:
-            tables = self.decider.tabulate(self._policies[self._steps // STEPS_PER_POLICY % len(self._policies)])
-            self.decider.use(tables, 0.0)
+            tables = self.decider.tabulate(self._policies[self._steps // STEPS_PER_POLICY % len(self._policies)], 0.0)
+            self.decider.use(tables)
         self._steps += 1
         for _ in range(int(self._rng.poisson(0.02 * len(self.ids)))):  # requests of 50 steps end, others begin
             self.decider.finish(self.ids.pop(0))

@@ -123,6 +123,7 @@ class EngineController:
             ttl_s=settings.policy_ttl_s,
             kind=kind,
             static_k=static_k,
+            fallback_k=self._static_k(),
             max_k=max_k,
             priors=self._acceptance.priors(),
             step_seconds=[float(f"{value:.6g}") for value in model.parameters],

@@ -4,7 +4,7 @@ The requests' state is in `adapt.lengths.request_beliefs`. This table gives the 
 
     policy             reason          draft lengths
     none               no_policy       K for all requests
-    older than ttl_s   stale_policy    static_k
+    older than ttl_s   stale_policy    fallback_k
     kind "off"         off             K (the attachment leaves vLLM alone)
     kind "static"      static          static_k ("override" for an operator's override)
     a rule             its name        adapt.lengths.rules
@@ -67,7 +67,6 @@ class Decider:
     def __init__(self, num_spec_tokens: int, max_num_seqs: int, seed: int = 0) -> None:
         self.num_spec_tokens = max(int(num_spec_tokens), 0)
         self._random = random.Random(seed)
-        self._policy_at_s = 0.0
         self._fallback = "no_policy"
         self._is_priced = False
         """Whether the policy's lengths come from prices."""
@@ -94,33 +93,33 @@ class Decider:
         return self._fallback
 
     def set_policy(self, policy: Policy | None, now_s: float) -> None:
-        """Put a policy in force from now on; its time to live starts again."""
-        self.use(self.tabulate(policy), now_s)
+        """Put a policy that just arrived in force; its time to live starts again."""
+        self.use(self.tabulate(policy, now_s))
 
-    def tabulate(self, policy: Policy | None) -> PolicyTables:
-        """Any thread: do the slow part of `set_policy`. Return the current tables for the same policy."""
+    def tabulate(self, policy: Policy | None, arrived_s: float) -> PolicyTables:
+        """Any thread: do the slow part of `set_policy`. For the same policy as before that is only its time of arrival."""
         now = self._tables
         if policy is not None and policy == now.policy:
-            return replace(now, policy=policy)
-        return PolicyTables.of(policy, self.num_spec_tokens, self._most_tokens)
+            return replace(now, policy=policy, arrived_s=arrived_s)
+        return PolicyTables.of(policy, self.num_spec_tokens, self._most_tokens, arrived_s)
 
-    def use(self, tables: PolicyTables, now_s: float) -> None:
-        """Put a tabulated policy in force from now on; its time to live starts again."""
-        self._policy_at_s = now_s
+    def use(self, tables: PolicyTables) -> None:
+        """Put a tabulated policy in force from now on. Its time to live began with its arrival, however long ago that was."""
         if tables.curves is not self._tables.curves:
             self._use(tables)
-        self._refresh_fallback(now_s)
+        self._tables = tables
+        self._refresh_fallback(tables.arrived_s)
 
     def policy_age(self, now_s: float) -> float:
         """Return the seconds since the policy arrived, −1 when there is none."""
         self._refresh_fallback(now_s)
-        return -1.0 if self._tables.policy is None else max(now_s - self._policy_at_s, 0.0)
+        return -1.0 if self._tables.policy is None else max(now_s - self._tables.arrived_s, 0.0)
 
     def _refresh_fallback(self, now_s: float) -> None:
         policy = self._tables.policy
         if policy is None:
             self._fallback = "no_policy"
-        elif now_s - self._policy_at_s > policy.ttl_s:
+        elif now_s - self._tables.arrived_s > policy.ttl_s:
             self._fallback = "stale_policy"
         else:
             self._fallback = ""
@@ -237,7 +236,7 @@ class Decider:
         if not is_priced or policy.equal_lengths or not request_ids:  # else `RequestBeliefs.search` does it
             self.requests.expect(request_ids, *noted, are_equal=policy.equal_lengths)
         if self._fallback == "stale_policy":
-            return self._uniform(request_ids, static_k, "stale_policy")
+            return self._uniform(request_ids, tables.fallback_k, "stale_policy")
         if self._rule is not None:
             if context_tokens < 0:
                 context_tokens = self.requests.noted_tokens(request_ids)

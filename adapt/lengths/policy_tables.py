@@ -46,11 +46,13 @@ class PolicyTables:
     has_shift: bool  # whether any step isn't 0
     limit: int  # most draft tokens of any request
     static_k: int
+    fallback_k: int  # once the policy has expired
     hysteresis: float
     shared_lengths: tuple[int, ...]  # see `shared_lengths_of`
+    arrived_s: float  # on the engine's monotonic clock: the policy's time to live begins here
 
     @classmethod
-    def of(cls, policy: Policy | None, num_spec_tokens: int, num_tokens: int = 0) -> PolicyTables:
+    def of(cls, policy: Policy | None, num_spec_tokens: int, num_tokens: int = 0, arrived_s: float = 0.0) -> PolicyTables:
         """Tabulate a policy, with costs of steps of at least `num_tokens`; its unusable figures are replaced."""
         priors = policy.priors if policy is not None else []
         usable = [_usable_curve(prior.acceptance, num_spec_tokens) for prior in priors]
@@ -85,8 +87,10 @@ class PolicyTables:
             has_shift,
             limit,
             min(max(policy.static_k, 0), limit) if policy is not None else limit,
+            _fallback_of(policy, limit),
             within(policy.hysteresis, 0.0, 10.0, 0.0) if policy is not None else 0.0,
             shared_lengths_of(policy, limit),
+            arrived_s,
         )
 
 
@@ -96,6 +100,12 @@ def limit_of(policy: Policy | None, num_spec_tokens: int) -> int:
         return num_spec_tokens
     limit = min(max(policy.max_k, 0), num_spec_tokens)
     return min(limit, policy.request_ceiling) if policy.request_ceiling >= 0 else limit
+
+
+def _fallback_of(policy: Policy | None, limit: int) -> int:
+    if policy is None:
+        return limit
+    return min(max(policy.static_k if policy.fallback_k < 0 else policy.fallback_k, 0), limit)
 
 
 def shared_lengths_of(policy: Policy | None, limit: int) -> tuple[int, ...]:

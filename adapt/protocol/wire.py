@@ -330,7 +330,7 @@ class Policy(_Message, frozen=True):
     kind: Name
     """"goodput", "off" (observe only: leave vLLM alone) or a rule of adapt.lengths.rules; an unknown one is "static"."""
     static_k: Most
-    """Draft tokens for kind "static", and the fallback of the others."""
+    """Draft tokens for kind "static", and of the others while they know no costs."""
     max_k: Most
     priors: list[WorkloadPrior] = []
     """The first is the engine-wide one, used for unnamed workloads."""
@@ -364,6 +364,8 @@ class Policy(_Message, frozen=True):
     """The engine writes each step into its page, for a trainer that works beside requests."""
     kind_effects: list[tuple[Most, Most, Real]] = []
     """Corrections of `step_seconds` for kinds of steps, see adapt.steps.step_time.StepTimeModel.kinds."""
+    fallback_k: Most = -1
+    """Draft tokens once the policy has expired, and with it an operator's override; -1: `static_k`."""
 
 
 class DrafterWeights(_Message, frozen=True):

@@ -257,6 +257,8 @@ class Attachment:
             padded += output.scheduled_spec_decode_tokens.keys() - self._last_scheduled.keys()
         if scheduled and self._are_drafts_forgotten:
             self._last_scheduled = scheduled if len(self._scheduler.running) > len(scheduled) else None
+        if self._undecided == "off":
+            self._end_override()
         reason = "error" if self._can_decide and self.errors.is_too_many else self._undecided
         block, lengths = most, None
         if not reason:
@@ -453,11 +455,18 @@ class Attachment:
         if self._can_decide:
             self._undecided = "off" if policy.kind == "off" else ""
         self._table.set_aside(not (self._undecided or self.errors.is_too_many))
-        self._decider.use(tables, time.monotonic())
+        self._decider.use(tables)
         if "estimates" in self._workers.findings.capabilities:
             self._feed(policy, tables.model)
         idle_since_step = -1 if self._scheduler.has_unfinished_requests() else self._step
         self._workers.set_capture_share(policy.capture_share, self._drafter_version, idle_since_step)
+
+    def _end_override(self) -> None:
+        """Decide again once an operator's "off" has expired: whoever would have ended it may be gone."""
+        policy = self._policy
+        if policy is not None and "policy" in policy.override and self._decider.policy_age(time.monotonic()) > policy.ttl_s:
+            self._undecided = ""
+            self._table.set_aside(not self.errors.is_too_many)
 
     def _feed(self, policy: wire.Policy, model: StepTimeModel) -> None:
         is_off = self.errors.is_too_many or policy.kind == "off"
@@ -533,7 +542,7 @@ class Attachment:
             self._drafter_version = self._drafting_version = welcome.drafter_version
 
     def _on_policy(self, policy: wire.Policy) -> None:
-        self._pending_policy = self._decider.tabulate(policy)
+        self._pending_policy = self._decider.tabulate(policy, time.monotonic())
         self._wake()
 
     def _on_command(self, command: wire.Command) -> None:

@@ -312,6 +312,17 @@ def test_a_grammar_holds_where_drafting_stops_and_begins(answers: dict[str, list
         assert running.honed.errors.count == 0
 
 
+def test_an_override_that_nobody_ends_expires(answers: dict[str, list[list[int]]], tmp_path: Path) -> None:
+    with engine(tmp_path, **SMALL) as running:
+        for ttl_s, reason in ((1e9, "off"), (0.0, "stale_policy")):
+            set_policy(running, kind="off", override="policy", fallback_k=2, ttl_s=ttl_s)
+            assert running.generate(prompts(), temperature=0.0, max_tokens=MAX_TOKENS) == answers["free"]
+            batches = take_batches(running)
+            assert {name for batch in batches for name in batch.steps.decision} == {reason}
+        assert max(max(batch.rounds.num_draft_tokens, default=0) for batch in batches) == 2
+        assert running.honed.errors.count == 0
+
+
 def test_a_budget_for_thinking_ends_the_thinking_of_its_own_request(tmp_path: Path) -> None:
     from vllm import SamplingParams
     from vllm.config.reasoning import ReasoningConfig

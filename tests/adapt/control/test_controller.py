@@ -275,6 +275,7 @@ def test_overrides_hold_until_their_time_and_name_themselves():
     controller = make_controller(capture_share=0.1)
     policy = controller.propose(0.0, Override("draft_tokens", 2, until_s=10.0))
     assert (policy.kind, policy.static_k, policy.override) == ("static", 2, "draft_tokens")
+    assert policy.fallback_k == K  # if the daemon can't end it any more
     after = controller.propose(10.0, Override("draft_tokens", 2, until_s=10.0))
     assert (after.kind, after.static_k, after.override) == ("goodput", K, "")
     assert after.generation == policy.generation + 1

@@ -58,6 +58,29 @@ def test_a_stale_policy_falls_back_to_its_static_length_and_a_refresh_ends_that(
     assert decider.decide(["a"], 10, 0, 112.0).reason == "policy"
 
 
+@pytest.mark.fault("an override that outlives its daemon")
+@pytest.mark.parametrize("changes", [{"static_k": 0}, {"kind": "off"}])
+def test_with_a_policy_its_override_expires(changes):
+    decider = make_decider(make_policy(**({"kind": "static", "override": "draft_tokens", "fallback_k": 5} | changes)))
+    decider.decide(["a"], 10, 0, 9.0)
+    decision = decider.decide(["a"], 10, 0, 11.0)
+    assert (decision.num_draft_tokens, decision.reason) == ([5], "stale_policy")
+    for fallback_k, length in ((-1, 4), (0, 0), (99, 6)):
+        decider.set_policy(make_policy(fallback_k=fallback_k, max_k=6), 0.0)
+        assert decider.decide(["a"], 10, 0, 11.0).num_draft_tokens == [length]
+
+
+def test_a_policys_time_to_live_begins_when_it_arrives_and_not_when_the_engine_looks_at_it():
+    decider = Decider(K, 8)
+    decider.use(decider.tabulate(make_policy(), 0.0))  # arrived in a step that took as long as one likes
+    assert decider.decide(["a"], 10, 0, 11.0).reason == "stale_policy"
+    again = decider.tabulate(make_policy(), 12.0)
+    assert decider.decide(["a"], 10, 0, 13.0).reason == "stale_policy"
+    decider.use(again)
+    assert (decider.policy_age(20.0), decider.decide(["a"], 10, 0, 20.0).reason) == (8.0, "policy")
+    assert decider.decide(["a"], 10, 0, 22.1).reason == "stale_policy"
+
+
 def test_nothing_is_compiled_in_the_middle_of_a_step() -> None:
     """`prepare` compiles for exactly the types that deciding and learning pass, or the engine would stand still for seconds."""
     compiled.prepare()
