@@ -66,6 +66,7 @@ FAULTS = (
     "a database deleted while it is in use",
     "an update of the target while no daemon runs",
     "a damaged database blamed on permissions",
+    "stored records that can't be read",
     "a ring that no writer made",
     "a link in place of a ring",
     "a sparse ring that claims gigabytes",

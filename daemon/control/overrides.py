@@ -60,14 +60,14 @@ class Overrides:
     def load(self) -> None:
         """Load those in force when the daemon stopped, except values that the settings no longer allow."""
         for row in self._store.read("SELECT * FROM overrides WHERE until_unix_s > ? ORDER BY created_unix_s", (self._clock(),)):
-            row["value"] = json.loads(row["value"])
             name = row["name"]
-            self._by_name[name] = SetOverride(**row)
             left_s = row["until_unix_s"] - max(self._clock(), row["created_unix_s"])  # a clock that is behind adds nothing
-            self._ends_s[name] = self._monotonic() + left_s
+            self._by_name[name], self._ends_s[name] = SetOverride(**row), self._monotonic() + left_s
             try:
+                row["value"] = json.loads(row["value"])
+                self._by_name[name] = SetOverride(**row)
                 check(name, row["value"], self._settings)
-            except (RequestError, UnknownError) as error:
+            except (RequestError, UnknownError, ValueError, TypeError, RecursionError) as error:
                 log.warning("an override is dropped", name=name, value=row["value"], error=str(error))
                 self._remove(name)
                 self._journal.audit("honed", "override.clear", name, str(error))

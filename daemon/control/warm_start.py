@@ -96,7 +96,7 @@ class WarmStart:
 
 
 def learn_from_log(database: Path, hello: EngineHello, controller: EngineController) -> tuple[int, int]:
-    """Let a new controller learn from its engine's stored batches.
+    """Let a new controller learn from its engine's stored batches. A record that can't be read is passed over, and logged.
 
     Returns their number, and the last one's number in the boot of the hello (0: none is of that boot).
     Raises pysqlite3.Error if the database can't be read.
@@ -108,14 +108,17 @@ def learn_from_log(database: Path, hello: EngineHello, controller: EngineControl
         rows = connection.conn.execute(_NEWEST, (hello.engine_id, MOST_BATCHES)).fetchall()
     finally:
         connection.close()
-    boots = {boot for boot, text in said if _is_alike(msgspec.json.decode(text, type=EngineHello), hello)} | {hello.boot_id}
+    boots = {boot for boot, text in said if _is_alike(boot, text, hello)} | {hello.boot_id}
     for boot_id, frame in rows:
-        batch = read_frame(frame) if boot_id in boots else None
-        if batch is None:
+        if boot_id not in boots:
             continue
         try:
+            if (batch := read_frame(frame)) is None:
+                raise ValueError("not an event batch")
             controller.observe(batch)  # its alarms are stored already, see `drift_alarms`
-        except ValueError:
+        except Exception as error:
+            why = str(error) or type(error).__name__
+            log.warning("can't learn from a stored batch", engine_id=hello.engine_id, boot_id=boot_id, error=why)
             continue
         learned += 1
         if boot_id == hello.boot_id:
@@ -123,5 +126,11 @@ def learn_from_log(database: Path, hello: EngineHello, controller: EngineControl
     return learned, learned_seq
 
 
-def _is_alike(one: EngineHello, other: EngineHello) -> bool:
-    return all(getattr(one, name) == getattr(other, name) for name in ALIKE)
+def _is_alike(boot_id: str, text: str, hello: EngineHello) -> bool:
+    """Whether a boot's stored hello is of the same engine settings."""
+    try:
+        stored = msgspec.json.decode(text, type=EngineHello)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, TypeError) as error:
+        log.warning("can't learn from a stored boot", engine_id=hello.engine_id, boot_id=boot_id, error=str(error))
+        return False
+    return all(getattr(stored, name) == getattr(hello, name) for name in ALIKE)

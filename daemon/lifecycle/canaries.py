@@ -169,19 +169,21 @@ class Canaries:
         state = row["state"]
         try:
             canary = self._restored(row)
+            trial = Trial(
+                row["operation_id"],
+                row["kind"],
+                canary,
+                row["new_key"],
+                row["began_unix_s"],
+                self._monotonic(),
+                float(state["active_s"]),
+                fitting_s=self._monotonic() - max(self._clock() - float(state["fitting_unix_s"]), 0.0),
+            )
         except (HonedError, KeyError, TypeError, ValueError) as error:
+            log.warning("a trial can't be resumed", new=row["new"], error=f"{type(error).__name__}: {error}")
             self._write_end(row, "failed", f"it can't be resumed: {error}")
             return set()
-        self._rollout.trial = self.latest = Trial(
-            row["operation_id"],
-            row["kind"],
-            canary,
-            row["new_key"],
-            row["began_unix_s"],
-            self._monotonic(),
-            float(state["active_s"]),
-            fitting_s=self._monotonic() - max(self._clock() - float(state["fitting_unix_s"]), 0.0),
-        )
+        self._rollout.trial = self.latest = trial
         log.info("trial resumed", old=canary.old, new=canary.new, pairs=canary.pairs)
         return {row["operation_id"]}
 

@@ -32,9 +32,17 @@ def is_kept(pairs: int) -> bool:
 
 
 def unfinished(store: Store) -> list[dict[str, Any]]:
-    """Trials without a verdict, newest first. Raises StoreError."""
+    """Trials without a verdict, newest first; of one that can't be read, the state is empty. Raises StoreError."""
     rows = store.read("SELECT * FROM canaries WHERE decision = '' ORDER BY began_unix_s DESC")
-    return [row | {"state": json.loads(row["state"])} for row in rows]
+    return [row | {"state": _state_of(row["state"])} for row in rows]
+
+
+def _state_of(text: str) -> dict[str, Any]:
+    try:
+        state = json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        return {}
+    return state if isinstance(state, dict) else {}
 
 
 def failed(store: Store) -> dict[str, str]:

@@ -67,7 +67,11 @@ class Operations:
         """Read earlier operations. Those running when the daemon ended have failed, except resumed ones."""
         rows = self._store.read("SELECT * FROM operations ORDER BY created_unix_s DESC, rowid DESC LIMIT ?", (KEPT_IN_MEMORY,))
         for row in reversed(rows):
-            row["detail"] = json.loads(row["detail"])
+            try:
+                row["detail"] = dict(json.loads(row["detail"]))
+            except (ValueError, TypeError, RecursionError) as error:
+                log.warning("a stored operation can't be read", operation_id=row["operation_id"], error=str(error))
+                continue
             operation = Operation(**row)
             self._by_id[operation.operation_id] = operation
             if operation.operation_id in resumed:

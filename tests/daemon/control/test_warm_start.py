@@ -8,10 +8,12 @@ from threading import Event
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from honed.daemon.control import warm_start
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings
+from honed.daemon.store.database import connect
 from tests.daemon.conftest import wait_for
 from tests.daemon.fake_engine import FakeEngine
 
@@ -105,6 +107,56 @@ def test_an_engine_that_is_started_again_is_known_when_it_is_as_it_was(life: Lif
     assert num_steps(beliefs(service)) == BATCHES
     make_engine(boot_id="third").hello(num_spec_tokens=7)
     assert num_steps(beliefs(service)) == 0
+
+
+@pytest.mark.fault("stored records that can't be read")
+def test_records_that_cannot_be_read_are_passed_over(life: Life, make_engine: MakeEngine) -> None:
+    service, engine = life.start(), make_engine(boot_id="first")
+    learn(engine)
+    learned(service)
+    life.stop()
+    with connect(life.settings.paths.database).conn as broken:
+        broken.execute(
+            "INSERT INTO boots (engine_id, boot_id, hello, first_seen_unix_ns, last_seen_unix_ns) "
+            "VALUES ('engine-0', 'b', '{', 0, 0)"
+        )
+        ids = [row[0] for row in broken.execute("SELECT id FROM batches ORDER BY id").fetchall()]
+        for number, frame in ((ids[3], b"no frame"), (ids[7], "text"), (ids[9], b"")):
+            broken.execute("UPDATE batches SET frame = ? WHERE id = ?", (frame, number))
+    with capture_logs() as logged:
+        after = life.start()
+        make_engine(boot_id="second").hello()
+        assert num_steps(beliefs(after)) == BATCHES - 3
+    assert [entry["event"] for entry in logged if entry["event"].startswith("can't")] == [
+        "can't learn from a stored boot",
+        *["can't learn from a stored batch"] * 3,
+    ]
+
+
+@pytest.mark.fault("stored records that can't be read")
+def test_a_daemon_starts_though_a_record_cannot_be_read(life: Life) -> None:
+    life.start()
+    life.stop()
+    rows = {
+        "operations": dict(operation_id="op", kind="adopt", state="running", stage="swapping", detail="{"),
+        "overrides": dict(name="policy", value="off", until_unix_s=2e9),
+        "canaries": dict(operation_id="op", kind="canary", old="a", new="b", decision="", state="[1"),
+        "meta": dict(key="drift_alarms", value="{"),
+    }
+    with connect(life.settings.paths.database).conn as broken:
+        for table, row in rows.items():
+            columns = broken.execute(f"SELECT name FROM pragma_table_info('{table}') WHERE \"notnull\"").fetchall()
+            row = dict.fromkeys((column[0] for column in columns), 0) | row
+            names, places = ", ".join(row), ", ".join(f":{name}" for name in row)
+            broken.execute(f"INSERT INTO {table} ({names}) VALUES ({places})", row)
+    with capture_logs() as logged:
+        service = life.start()
+    assert [entry["event"] for entry in logged if entry["log_level"] in ("warning", "error")] == [
+        "a stored operation can't be read",
+        "the stored drift alarms can't be read",
+        "an override is dropped",
+    ]
+    assert (service.overrides.listing(), service.operations.listing(), service.rollout.trial) == ([], [], None)
 
 
 @pytest.mark.parametrize("reads_before", [True, False])
