@@ -392,7 +392,7 @@ class Service:
 
     def _on_batch(self, engine: Engine, item: StoredBatch) -> None:
         for (_, workload), counts in item.counts.cells.items():
-            self.live.add((engine.engine_id, workload, item.batch.drafter_version), counts)
+            self.live.add((engine.engine_id, workload, item.batch.drafter_version), counts, self.monotonic())
         if item.counts.total.rounds:
             engine.latest_rounds = item.counts.total
         self.load.add(engine.engine_id, item.batch.steps, engine.budget_nodes, item.received_unix_ns / 1e9)

@@ -77,6 +77,7 @@ FAULTS = (
     "a terminal that isn't UTF-8",
     "a verdict that depends on what reads it",
     "labels that run out",
+    "counters that engines take turns to reset",
     "overrides that aren't finite numbers",
     "an IPv6 address without a port as host",
     "a user without a home folder",

@@ -1,13 +1,16 @@
 """Rounds since the daemon started, by engine, workload and drafter version, for the acceptance metrics.
 
 Each combination adds about thirty samples to a scrape, and versions come and go, so at most `limit` are kept. The one whose
-rounds are oldest is dropped first. If it returns, its counters start at 0, which `rate()` handles as a reset.
+rounds are oldest is dropped first. If it returns, its counters start at 0, which `rate()` handles as a reset. While all are in
+use, as with many engines of many workloads, new ones count as the workload OTHER_WORKLOAD of their engine and version: taking
+turns at the places would reset the counters all the time.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from honed.adapt.protocol.workloads import OTHER_WORKLOAD, RECENT_S
 from honed.daemon.store.rollups import Counts
 
 Cell = tuple[str, str, str]
@@ -22,19 +25,27 @@ class LiveRounds:
     def __init__(self, limit: int = MOST_CELLS) -> None:
         self._limit = limit
         self._cells: dict[Cell, Counts] = {}
+        self._touched_s: dict[Cell, float] = {}
         self.dropped = 0
         """Cells dropped for others."""
 
-    def add(self, cell: Cell, counts: Counts) -> None:
-        """Add rounds to a cell."""
+    def add(self, cell: Cell, counts: Counts, now_s: float) -> None:
+        """Add rounds to a cell, at a monotonic time."""
+        if cell not in self._cells and not self._has_room(now_s):
+            engine_id, _, version = cell
+            cell = engine_id, OTHER_WORKLOAD, version
         held = self._cells.pop(cell, None)
         if held is None:
             held = Counts()
             if len(self._cells) >= self._limit:
-                del self._cells[next(iter(self._cells))]
+                oldest = next(iter(self._cells))
+                del self._cells[oldest], self._touched_s[oldest]
                 self.dropped += 1
         held.add(counts)
-        self._cells[cell] = held
+        self._cells[cell], self._touched_s[cell] = held, now_s
+
+    def _has_room(self, now_s: float) -> bool:
+        return len(self._cells) < self._limit or now_s - self._touched_s[next(iter(self._cells))] >= RECENT_S
 
     def snapshot(self) -> list[tuple[Cell, Counts]]:
         """Copy of the cells, sorted by name, for rendering without the lock."""

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from honed.daemon.control.live_rounds import MOST_CELLS, LiveRounds
+import pytest
+
+from honed.adapt.protocol.workloads import OTHER_WORKLOAD, RECENT_S
+from honed.daemon.control.live_rounds import MOST_CELLS, Cell, LiveRounds
 from honed.daemon.metrics.labels import MOST_ENGINES, MOST_POSITIONS
 from honed.daemon.service import Service
 from honed.daemon.store.rollups import Counts
@@ -40,8 +43,8 @@ def test_versions_and_workloads_that_come_and_go_dont_make_a_scrape_grow(service
     one = Counts(rounds=1, draft_tokens=2, accepted_tokens=1, delivered_tokens=2)
     live = LiveRounds()
     for number in range(MOST_CELLS + 10):
-        live.add(("engine-0", "a" if number % 2 else "b", f"v{number:04}"), one)
-        live.add(("engine-0", "steady", "v0000"), one)
+        live.add(("engine-0", "a" if number % 2 else "b", f"v{number:04}"), one, number * RECENT_S)
+        live.add(("engine-0", "steady", "v0000"), one, number * RECENT_S)
     cells = dict(live.snapshot())
     assert len(cells) == MOST_CELLS
     assert cells["engine-0", "steady", "v0000"].rounds == MOST_CELLS + 10, "what is in use stays"
@@ -49,11 +52,29 @@ def test_versions_and_workloads_that_come_and_go_dont_make_a_scrape_grow(service
     assert live.workloads() == {("engine-0", "a"), ("engine-0", "b"), ("engine-0", "steady")}
 
 
+@pytest.mark.fault("counters that engines take turns to reset")
+def test_many_engines_of_many_workloads_reset_no_counter() -> None:
+    live, one = LiveRounds(), Counts(rounds=1)
+    engines, workloads = [f"engine-{number}" for number in range(8)], [f"w{number:02}" for number in range(60)]
+    before: dict[Cell, int] = {}
+    for turn in range(5):
+        for workload in workloads:
+            for engine_id in engines:
+                live.add((engine_id, workload, "v1"), one, float(turn))
+        now = {cell: counts.rounds for cell, counts in live.snapshot()}
+        assert turn < 2 or now.keys() == before.keys()
+        assert all(now[cell] >= rounds for cell, rounds in before.items() if cell in now)
+        before = now
+    assert len(before) == MOST_CELLS
+    assert live.dropped == len(engines)  # once, for the pooled ones
+    assert sum(rounds for (_, name, _), rounds in before.items() if name == OTHER_WORKLOAD) > 0
+
+
 def test_what_was_read_doesnt_change_while_it_is_rendered() -> None:
     live = LiveRounds()
-    live.add(("e", "w", ""), Counts(rounds=1))
+    live.add(("e", "w", ""), Counts(rounds=1), 0.0)
     before = live.snapshot()
-    live.add(("e", "w", ""), Counts(rounds=1))
+    live.add(("e", "w", ""), Counts(rounds=1), 0.0)
     assert before[0][1].rounds == 1
 
 
