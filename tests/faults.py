@@ -78,6 +78,7 @@ FAULTS = (
     "a verdict that depends on what reads it",
     "labels that run out",
     "counters that engines take turns to reset",
+    "gauges of an engine that is gone",
     "overrides that aren't finite numbers",
     "an IPv6 address without a port as host",
     "a user without a home folder",

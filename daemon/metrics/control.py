@@ -12,7 +12,7 @@ from honed.adapt.control.settings import MODES
 from honed.daemon.control.overrides import NAMES, Overrides
 from honed.daemon.control.steering import Steering
 from honed.daemon.ingest.engines import Engines
-from honed.daemon.metrics.labels import counter, engine_counter, engine_gauge, engines_shown, labels_of, summed
+from honed.daemon.metrics.labels import counter, engine_counter, engine_gauge, engines_present, engines_shown, labels_of, summed
 from honed.daemon.service import Service
 
 FALLBACKS = ("no_policy", "stale_policy", "observe_only", "error")
@@ -29,20 +29,21 @@ def families(service: Service) -> Iterator[Metric]:
     errors = service.steering.errors
     yield counter("honed_controller_errors", "Errors while learning from a batch or making a policy.", errors)
     yield from _load(service.engines, service.monotonic())
-    yield from _policy(service.engines)
+    yield from _policy(service.engines, service.monotonic())
     yield from _decisions(service)
-    yield from _beliefs(service.engines, service.steering)
+    yield from _beliefs(service.engines, service.steering, service.monotonic())
     yield from _overrides(service.overrides)
 
 
 def _load(engines: Engines, now_s: float) -> Iterator[Metric]:
-    connected = engine_gauge("honed_engine_connected", "1 while the engine is connected.")
+    connected = engine_gauge("honed_engine_connected", "1 while the engine is connected, then 0. Its other gauges end.")
     running = engine_gauge("honed_engine_requests_running", "Requests in the engine's batch.")
     waiting = engine_gauge("honed_engine_requests_waiting", "Requests waiting for the engine.")
     lengths = engine_gauge("honed_draft_tokens_per_round", "Draft tokens per round, in the latest batch with rounds.")
     for engine in engines_shown(engines):
+        connected.add_metric(labels_of(engine), engines.is_connected(engine, now_s))
+    for engine in engines_present(engines, now_s):
         labels, status = labels_of(engine), engine.status
-        connected.add_metric(labels, engines.is_connected(engine, now_s))
         if engine.latest_rounds is not None:
             lengths.add_metric(labels, engine.latest_rounds.draft_tokens_per_round)
         if status is not None:
@@ -51,7 +52,7 @@ def _load(engines: Engines, now_s: float) -> Iterator[Metric]:
     yield from (connected, running, waiting, lengths)
 
 
-def _policy(engines: Engines) -> Iterator[Metric]:
+def _policy(engines: Engines, now_s: float) -> Iterator[Metric]:
     budget = engine_gauge(
         "honed_tree_budget_nodes",
         "Most nodes that a request may verify under the sent policy, root excluded; for a chain: draft tokens.",
@@ -62,6 +63,9 @@ def _policy(engines: Engines) -> Iterator[Metric]:
     decide_p99 = engine_gauge("honed_engine_decide_seconds", "p99 of deciding a step in vLLM.")
     errors = engine_counter("honed_engine_errors", "Exceptions caught inside vLLM.")
     for engine in engines_shown(engines):
+        if engine.status is not None:
+            errors.add_metric(labels_of(engine), engine.status.errors)
+    for engine in engines_present(engines, now_s):
         labels, status = labels_of(engine), engine.status
         if engine.policy is not None:
             budget.add_metric(labels, engine.budget_nodes)
@@ -71,7 +75,6 @@ def _policy(engines: Engines) -> Iterator[Metric]:
         if status is not None:
             log_p99.add_metric(labels, status.log_us_p99 / 1e6)
             decide_p99.add_metric(labels, status.decide_us_p99 / 1e6)
-            errors.add_metric(labels, status.errors)
     yield from (budget, age, fallback, log_p99, decide_p99, errors)
 
 
@@ -96,13 +99,13 @@ def _decisions(service: Service) -> Iterator[Metric]:
     yield from (decisions, drift)
 
 
-def _beliefs(engines: Engines, steering: Steering) -> Iterator[Metric]:
+def _beliefs(engines: Engines, steering: Steering, now_s: float) -> Iterator[Metric]:
     found = (
         ("predicted_seconds", engine_gauge("honed_step_time_predicted_seconds", "Step time predicted, smoothed.")),
         ("measured_seconds", engine_gauge("honed_step_time_measured_seconds", "Step time measured, smoothed.")),
         ("speedup", engine_gauge("honed_speedup_estimated_ratio", "Estimated speed relative to no drafts.")),
     )
-    for engine in engines_shown(engines):
+    for engine in engines_present(engines, now_s):
         headline = steering.headline(engine)
         for name, family in found:
             value = headline.get(name)

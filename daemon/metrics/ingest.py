@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from honed.daemon.ingest.engines import Engines
-from honed.daemon.metrics.labels import counter, engine_counter, engine_gauge, engines_shown, gauge, labels_of, summed
+from honed.daemon.metrics.labels import (
+    counter,
+    engine_counter,
+    engine_gauge,
+    engines_present,
+    engines_shown,
+    gauge,
+    labels_of,
+    summed,
+)
 from honed.daemon.service import Service
 
 REJECTIONS = frozenset(
@@ -28,6 +37,7 @@ def families(service: Service) -> Iterator[Metric]:
     pooled = 'Workload labels in batches that counted as "other": all engines together send too many.'
     yield counter("honed_workload_labels_pooled", pooled, service.ingest.workloads.num_pooled)
     yield from _lost(service.engines)
+    yield _waiting(service.engines, service.monotonic())
     rejected = CounterMetricFamily("honed_frames_rejected", "Frames dropped, by reason.", labels=["reason"])
     for reason, value in summed(figures.rejected, REJECTIONS).items():
         rejected.add_metric([reason], value)
@@ -52,13 +62,19 @@ def _lost(engines: Engines) -> Iterator[Metric]:
     pooled = engine_counter(
         "honed_requests_pooled", 'Requests of the engine\'s present boot that counted as workload "other": too many labels.'
     )
-    waiting = engine_gauge("honed_engine_queue_bytes", "Events in the engine waiting for acknowledgement.")
     for engine in engines_shown(engines):
         labels, boot = labels_of(engine), engine.boot
         lost.add_metric([*labels, "queue_full"], boot.lost.get("lost_rounds", 0))
         missing.add_metric([*labels, "missing"], boot.missing_batches)
         missing.add_metric([*labels, "malformed"], boot.malformed_batches)
         if engine.status is not None:
-            waiting.add_metric(labels, engine.status.queue_bytes)
             pooled.add_metric(labels, engine.status.pooled_requests)
-    yield from (lost, missing, waiting, pooled)
+    yield from (lost, missing, pooled)
+
+
+def _waiting(engines: Engines, now_s: float) -> Metric:
+    waiting = engine_gauge("honed_engine_queue_bytes", "Events in the engine waiting for acknowledgement.")
+    for engine in engines_present(engines, now_s):
+        if engine.status is not None:
+            waiting.add_metric(labels_of(engine), engine.status.queue_bytes)
+    return waiting

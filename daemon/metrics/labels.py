@@ -2,6 +2,9 @@
 
 A scrape shows at most MOST_ENGINES engines (those heard last), MOST_POSITIONS draft positions, MAX_WORKLOADS workloads
 and `live_rounds.MOST_CELLS` combinations of them. Everything beyond is under "other" or not shown. Never a request id.
+
+An engine's counters stay when it is gone. Its gauges end: what it did last would look like its present state. The exception is
+`honed_engine_connected`, which then is 0.
 """
 
 from __future__ import annotations
@@ -43,6 +46,11 @@ def engines_shown(engines: Engines) -> list[Engine]:
     """Engines shown by a scrape: those heard last, ordered by id."""
     latest = sorted(engines.by_id.values(), key=lambda engine: -engine.last_seen_s)
     return sorted(latest[:MOST_ENGINES], key=lambda engine: engine.engine_id)
+
+
+def engines_present(engines: Engines, now_s: float) -> list[Engine]:
+    """Those among the engines shown that are connected: the others have no gauges."""
+    return [engine for engine in engines_shown(engines) if engines.is_connected(engine, now_s)]
 
 
 def labels_of(engine: Engine) -> list[str]:

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, I
 
 from honed.adapt.protocol import wire
 from honed.daemon.ingest.engines import Engines
-from honed.daemon.metrics.labels import counter, engine_gauge, engines_shown, gauge, labels_of
+from honed.daemon.metrics.labels import counter, engine_gauge, engines_present, gauge, labels_of
 from honed.daemon.service import Service
 
 _PROCESS = ProcessCollector(registry=None)
@@ -35,7 +35,7 @@ def families(service: Service) -> Iterator[Metric]:
     yield requests
     yield gauge("honed_start_time_seconds", "Start time of the daemon.", service.started_unix_s)
     yield gauge("honed_tick_age_seconds", "Time since the controllers last ran.", service.monotonic() - service.last_tick_s)
-    yield from _versions(service.version, service.engines)
+    yield from _versions(service.version, service.engines, service.monotonic())
 
 
 def process_families() -> Iterator[Metric]:
@@ -52,14 +52,14 @@ def _disk(state_dir: Path) -> Iterator[Metric]:
     yield gauge("honed_disk_size_bytes", "Size of the state directory's filesystem.", usage.total)
 
 
-def _versions(version: str, engines: Engines) -> Iterator[Metric]:
+def _versions(version: str, engines: Engines, now_s: float) -> Iterator[Metric]:
     build = InfoMetricFamily("honed_build", "Daemon versions.")
     versions = {"version": version, "python": platform.python_version(), "wire": str(wire.WIRE_VERSION)}
     build.add_metric([], versions | {"sqlite": pysqlite3.sqlite_version})
     yield build
     names = ("version", "vllm_version", "wire", "runner", "method")
     info = engine_gauge("honed_engine_info", "Versions in an engine.", *names)
-    for engine in engines_shown(engines):
+    for engine in engines_present(engines, now_s):
         if (hello := engine.hello) is not None:
             versions_there = [hello.honed_version, hello.vllm_version, str(hello.wire_version), hello.runner, hello.method]
             info.add_metric([*labels_of(engine), *versions_there], 1)

@@ -12,7 +12,7 @@ from honed.daemon.ingest.engines import Engines
 from honed.daemon.lifecycle.drafters import Drafters
 from honed.daemon.lifecycle.sharing import Sharing
 from honed.daemon.lifecycle.trial import Trial
-from honed.daemon.metrics.labels import engine_counter, engine_gauge, engines_shown, gauge, labels_of
+from honed.daemon.metrics.labels import engine_counter, engine_gauge, engines_present, engines_shown, gauge, labels_of
 from honed.daemon.service import Service
 
 KINDS = ("recalibrate", "adopt", "promote", "rollback", "watch", "verify", "purge")
@@ -22,14 +22,15 @@ DECISIONS = ("better", "worse", "unproven", "withdrawn", "stopped", "failed")
 
 def families(service: Service) -> Iterator[Metric]:
     """The group, under the service's lock."""
-    yield from _versions(service.drafters, service.engines)
+    yield from _roles(service.drafters)
+    yield from _of_engines(service.engines, service.monotonic())
     yield from _changes(service)
     yield gauge("honed_swap_pause_seconds", "Pause of the engine by the latest swap.", service.swaps.last_pause_s)
     yield from _trial(service.canaries.results, service.rollout.trial)
     yield from _sharing(service.sharing)
 
 
-def _versions(drafters: Drafters, engines: Engines) -> Iterator[Metric]:
+def _roles(drafters: Drafters) -> Iterator[Metric]:
     info = GaugeMetricFamily("honed_drafter_info", "1 for the version in a role.", labels=["role", "version", "sha256"])
     for role, version in drafters.aliases().items():
         if version:
@@ -47,14 +48,19 @@ def _versions(drafters: Drafters, engines: Engines) -> Iterator[Metric]:
         if version:
             unusable.add_metric([role], role in faults)
     yield unusable
+
+
+def _of_engines(engines: Engines, now_s: float) -> Iterator[Metric]:
     live = engine_gauge("honed_engine_drafter_info", "1 for the engine's drafter version.", "version")
     generation = engine_gauge("honed_drafter_generation", "Swaps applied in the engine's present boot.")
     updates = engine_counter("honed_target_updates", "Updates of the target's weights in the running engine.")
-    for engine in engines_shown(engines):
+    for engine in engines_present(engines, now_s):
         if engine.live_version:
             live.add_metric([*labels_of(engine), engine.live_version], 1)
         if engine.status is not None:
             generation.add_metric(labels_of(engine), engine.status.drafter_generation)
+    for engine in engines_shown(engines):
+        if engine.status is not None:
             updates.add_metric(labels_of(engine), engine.status.target_updates)
     yield from (live, generation, updates)
 

@@ -3,7 +3,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import pytest
+
 from honed.adapt.protocol import wire
+from honed.daemon.metrics.render import LiveCollector
 from honed.daemon.service import Service
 from tests.daemon.conftest import wait_for
 from tests.daemon.exposition import scrape
@@ -35,6 +38,25 @@ def test_load_and_lengths(service: Service, make_engine: Callable[..., FakeEngin
     engine.send(engine.batch(2, drafted=[1] * 8, accepted=[0] * 8))
     engine.wait_acked(2)
     assert scrape(service)["honed_draft_tokens_per_round"] == {ENGINE: 1}, "of now, not of the whole boot"
+
+
+@pytest.mark.fault("gauges of an engine that is gone")
+def test_an_engine_that_is_gone_leaves_its_counters_and_no_gauges(
+    service: Service, make_engine: Callable[..., FakeEngine]
+) -> None:
+    engine = attach(service, make_engine)
+    engine.send_status(errors=3)
+    wait_for(lambda: ENGINE in scrape(service).get("honed_engine_errors_total", {}), "the status")
+    kinds = {family.name: family.type for family in LiveCollector(service).collect()}
+    before = scrape(service)
+    service.engines._lost_after_s = -1.0
+    after = scrape(service)
+    of_engine = {name for name, series in before.items() if any("engine=" in labels for labels in series)}
+    gone = {name for name in of_engine if name not in after}
+    assert gone == {name for name in of_engine if kinds.get(name) == "gauge"} - {"honed_engine_connected"}
+    assert {"honed_engine_requests_running", "honed_engine_info", "honed_policy_age_seconds"} < gone
+    assert after["honed_engine_connected"] == {ENGINE: 0}
+    assert after["honed_engine_errors_total"] == {ENGINE: 3}
 
 
 def test_the_budget_is_what_the_policy_allows(service: Service, make_engine: Callable[..., FakeEngine]) -> None:
