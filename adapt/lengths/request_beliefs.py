@@ -24,6 +24,7 @@ from honed.adapt.protocol.arrays import Floats, Ints
 REQUEST_FORGETTING_ROUNDS = 128.0
 _MOST_SLOTS = 1 << 20
 _MOST_LABELS = 1024
+"""Workloads that are told apart; those of no running request make room for others."""
 _NO_END = 1 << 62
 UNHEARD_STEPS = 4
 """Steps from a request's first round to the first decision that knows of it, where vLLM schedules ahead; and one more."""
@@ -392,7 +393,18 @@ class RequestBeliefs:
         label = self._labels.get(workload)
         if label is None:
             if len(self._labels) >= _MOST_LABELS:
+                self._drop_labels()
+            if len(self._labels) >= _MOST_LABELS:
                 return 0
             label = self._labels[workload] = len(self._labels)
             self._rows.append(self._tables.row_of_workload.get(workload, 0))
         return label
+
+    def _drop_labels(self) -> None:
+        """Forget the workloads that no running request has, beside "default"."""
+        names, used = list(self._labels), sorted({0, *self._label[list(self.slot_of.values())].tolist()})
+        renumbered = np.zeros(len(names), dtype=np.int64)
+        renumbered[used] = np.arange(len(used))
+        self._label[:] = renumbered[self._label]
+        self._labels = {names[old]: new for new, old in enumerate(used)}
+        self._rows = [self._rows[old] for old in used]

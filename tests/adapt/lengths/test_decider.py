@@ -96,6 +96,27 @@ def test_nothing_is_compiled_in_the_middle_of_a_step() -> None:
     assert [len(function.signatures) for function in called] == before
 
 
+@pytest.mark.fault("labels that run out")
+def test_workloads_that_come_and_go_do_not_use_the_labels_up():
+    decider, rows = make_decider(make_policy()), {"": 0, "good": 1, "bad": 2}
+    decider.start("old", "bad")
+    for number in range(3000):
+        decider.start(f"r{number}", f"w{number}")
+        decider.finish(f"r{number}")
+    decider.start("new", "good")
+    beliefs = decider.requests
+    row_of = {name: int(beliefs.known["row"][slot]) for name, slot in beliefs.slot_of.items()}
+    assert row_of == {"old": rows["bad"], "new": rows["good"]}
+    assert len(beliefs._labels) <= 1024
+    reversed_priors = make_policy(priors=[make_policy().priors[row] for row in (0, 2, 1)])
+    decider.set_policy(reversed_priors, 0.0)
+    assert {name: int(beliefs.known["row"][slot]) for name, slot in beliefs.slot_of.items()} == {"old": 1, "new": 2}
+    for number in range(2000):  # all of them at once: those beyond count as without a label
+        decider.start(f"r{number}", f"w{number}")
+    assert len(beliefs._labels) == 1024
+    decider.decide([f"r{number}" for number in range(2000)], -1, 0, 0.0)
+
+
 def test_staleness_is_noticed_while_the_engine_is_idle():
     decider = make_decider(make_policy(), now_s=0.0)
     assert (decider.policy_age(3.0), decider.fallback) == (3.0, "")
