@@ -5,7 +5,8 @@ workload B is new. The target has layers that only cost time, so that a draft is
 server. honed logs every verify round, detects B, trains a candidate when the server is idle, compares it on held-out
 sessions, and swaps it into the running server. vLLM's own counters measure held-out prompts of both before and after. Greedy
 outputs are compared with those of a vLLM without honed: of the held-out prompts, and of B's live traffic, where the
-controller changes draft lengths while it learns.
+controller changes draft lengths while it learns. At the end vLLM restarts with room for draft trees, and plays B's held-out
+prompts once more.
 
 The last line of stdout is JSON. The exit code is 1 when a promise isn't kept; the figures are the same.
 """
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,13 @@ PHASES = {
     "b_after": "B after",
     "a_after": "A after",
     "traffic_b_after": "traffic B after",
+    "b_trees": "B after, with trees",
 }
 """Phases in order, with their names."""
+
+
+TREE_SLOTS = 15
+"""Nodes of a draft tree; a chain has 7."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,9 @@ class Attached:
     server: Server
     client: AdminClient
     start_unix_s: float
+    processes: Processes
+    environment: dict[str, str]
+    """Of honed's commands."""
 
 
 @dataclass
@@ -154,17 +163,27 @@ class Demo:
         with AdminClient(runtime_dir / "admin.sock") as client:
             daemon, environment = await asyncio.to_thread(start_daemon, processes, config, client)
             trainer = processes.start("honed-train", [honed_command(), "train"], environment)
-            args = await asyncio.to_thread(vllm_args, environment)
-            flags, extra = args["flags"], args["environment"]
-            target = str(self.plan.target)
-            server = vllm_server.start(processes, "vllm-honed", extra=flags, environment=extra, target=target)
             ours = {"HONED_CONFIG": str(config)}
-            for child, shown in ((daemon, ours), (trainer, ours), (server.child, vllm_server.own_environment() | extra)):
-                self.note_command(child, shown)
-            seconds = await asyncio.to_thread(vllm_server.wait, server)
-            await asyncio.to_thread(wait_attached, server.child, client)
-            self.display.say(f"started in {seconds:.0f} s; honed's flags came from `honed vllm-args`")
-            yield Attached(server, client, time.time())
+            for child in (daemon, trainer):
+                self.note_command(child, ours)
+            server = await self.serve(processes, "vllm-honed", client, environment)
+            yield Attached(server, client, time.time(), processes, environment)
+
+    async def serve(
+        self, processes: Processes, name: str, client: AdminClient, environment: dict[str, str], tree_slots: int = 0
+    ) -> Server:
+        """Start vLLM with what `honed vllm-args` prints, and wait until the daemon knows it."""
+        args = await asyncio.to_thread(vllm_args, environment, tree_slots)
+        flags = [*args["flags"], *["--no-async-scheduling"] * bool(tree_slots)]  # with it V1 verifies chains only
+        extra, target = args["environment"], str(self.plan.target)
+        server = vllm_server.start(
+            processes, name, extra=flags, environment=extra, target=target, is_speculating=not tree_slots
+        )
+        self.note_command(server.child, vllm_server.own_environment() | extra)
+        seconds = await asyncio.to_thread(vllm_server.wait, server)
+        await asyncio.to_thread(wait_attached, server.child, client)
+        self.display.say(f"started in {seconds:.0f} s; honed's flags came from `honed vllm-args`")
+        return server
 
     async def story(self, at: Attached) -> Document:
         """Play everything from the first prompt to the last; return the recalibration's final view."""
@@ -192,6 +211,22 @@ class Demo:
         show.phase("A little more live traffic of B: drafts where the controller expects them to be faster than none")
         await self.traffic("traffic_b_after", "b", at)
         return operation
+
+    async def trees(self, at: Attached) -> None:
+        """Restart vLLM with room for draft trees, and play B's held-out prompts with them."""
+        self.display.phase(f"vLLM once more, with draft trees of {TREE_SLOTS} nodes in the place of chains of 7")
+        version = engine_of(at.client)["drafter_version"]
+        at.processes.stop(at.server.child)
+        server = await self.serve(at.processes, "vllm-trees", at.client, at.environment, TREE_SLOTS)
+
+        def has_drafter() -> bool:
+            engine = engine_of(at.client)
+            return bool(engine.get("connected")) and engine.get("drafter_version") == version
+
+        await asyncio.to_thread(server.child.wait_until, has_drafter, 30.0, "the trained drafter in vLLM")
+        with_trees = replace(at, server=server)
+        async with pinned(at.client, TREE_SLOTS):
+            await self.measured("b_trees", "b", with_trees)
 
     async def measured(self, key: str, workload: str, at: Attached) -> None:
         """Play held-out prompts and record vLLM's and honed's counts during them."""
@@ -241,7 +276,7 @@ class Demo:
             "failed": sum(played.num_failed for played in turns),
             "tokens": sum(played.num_tokens for played in turns),
             "tokens_per_s": sum(played.num_tokens for played in turns) / sum(played.seconds for played in turns),
-            "pinned": key in ("a_before", "b_before", "b_after", "a_after"),
+            "pinned": key in ("a_before", "b_before", "b_after", "a_after", "b_trees"),
             "vllm": {**asdict(counted), "acceptance_length": counted.acceptance_length},
         }
         if client is not None:
@@ -319,8 +354,9 @@ class Demo:
         """Collect everything that the report needs, and the result."""
         totals = at.server.counters()
         engine = await caught_up(at.client, totals)
-        result = result_of(self.phases, engine, totals, operation)
         is_same_process = at.server.child.popen.poll() is None and len(at.client.get("/v1/engines")) == 1
+        await self.trees(at)
+        result = result_of(self.phases, engine, totals, operation)
         return {
             "result": result,
             "promises": promises_of(result, operation, is_same_process),

@@ -15,6 +15,8 @@ MIN_GAIN_B = 1.25
 """Required growth of B's acceptance length."""
 MIN_KEPT_A = 0.97
 """Required remaining share of A's."""
+MIN_GAIN_OF_TREES = 1.1
+"""Required acceptance length of trees over that of chains, of the same drafter."""
 SPEEDS = {"a": "reference_a", "b": "reference_traffic_b", "b_tuned": "traffic_b", "b_healed": "traffic_b_after"}
 """Figure -> the phase that it is of. The first two are vLLM alone, which always drafts 7 tokens."""
 FEW_STEPS = 1200
@@ -46,7 +48,7 @@ def result_of(phases: list[Document], engine: Document, totals: Counters, operat
     """The last line of the demo."""
     length = {p["key"]: p["vllm"]["acceptance_length"] for p in phases}
     detail = operation.get("detail") or {}
-    keys = ("a_before", "b_before", "b_after", "a_after")
+    keys = ("a_before", "b_before", "b_after", "a_after", "b_trees")
     speed = {p["key"]: p.get("tokens_per_s", 0.0) for p in phases}
     return {
         "tokens_per_s": {name: round(speed.get(key, 0.0), 1) for name, key in SPEEDS.items()},
@@ -92,6 +94,7 @@ def promises_of(result: Document, operation: Document, is_same_process: bool) ->
     are_equal = all(result[ours] == result[theirs] for _, ours, theirs in pairs) and not result["verify_rounds_lost"]
     is_swapped = operation.get("state") == "succeeded" and result["swap_pause_ms"] is not None
     gain_b, kept_a = _ratio(length["b_after"], length["b_before"]), _ratio(length["a_after"], length["a_before"])
+    trees = _ratio(length["b_trees"], length["b_after"])
     gained = f"{gain_b:.3f}" + (_too_few_steps(operation) if gain_b < MIN_GAIN_B else "")
     compared = f"{result['requests_compared']:,} answers"
     identical = f"{compared} are equal, token by token" if result["greedy_identical"] else f"of {compared} NOT all are equal"
@@ -99,6 +102,9 @@ def promises_of(result: Document, operation: Document, is_same_process: bool) ->
     return [
         _promise(f"the new workload gains: B after / before ≥ {MIN_GAIN_B}", gained, gain_b >= MIN_GAIN_B),
         _promise(f"the old one doesn't suffer: A after / before ≥ {MIN_KEPT_A}", f"{kept_a:.3f}", kept_a >= MIN_KEPT_A),
+        _promise(
+            f"trees accept more: B with trees / B after ≥ {MIN_GAIN_OF_TREES}", f"{trees:.3f}", trees >= MIN_GAIN_OF_TREES
+        ),
         _promise("every verify round is logged once", counts, are_equal),
         _promise("greedy output is that of vLLM alone", identical, result["greedy_identical"]),
         _promise("no request fails", f"{result['requests_failed']} failed", not result["requests_failed"]),

@@ -80,11 +80,12 @@ WORKLOADS_NOTE = (
     "verified token costs time there."
 )
 ACCEPTANCE_NOTE = (
-    "Tokens emitted per verify round, bonus token included. Shaded: held-out prompts with the draft length pinned to 7. "
-    "Between them: live traffic, where the controller chooses. In gaps the server was idle."
+    "Tokens emitted per verify round, bonus token included. Shaded: held-out prompts with the draft length pinned to 7, or to "
+    "trees of 15 nodes. Between them: live traffic, where the controller chooses. In gaps the server was idle."
 )
 DRAFTED_NOTE = (
-    "Tokens verified per round, over the rounds that verified any: 7 while pinned, otherwise the controller's choice. "
+    "Tokens verified per round, over the rounds that verified any: 7 while pinned, or 15 nodes of a tree, otherwise the "
+    "controller's choice. "
     "A line ends where the controller stops drafting because it doesn't pay."
 )
 POSITION_NOTE = (

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.server.processes import Child, ProcessError, Processes
-from benchmarks.server.vllm_server import NUM_DRAFT_TOKENS, Counters
+from benchmarks.server.vllm_server import DRAFTER, NUM_DRAFT_TOKENS, Counters
 from honed.daemon.client.client import AdminClient, AdminError
 
 Document = dict[str, Any]
@@ -42,9 +42,9 @@ def wait_attached(engine: Child, client: AdminClient) -> None:
 
 
 @contextlib.asynccontextmanager
-async def pinned(client: AdminClient) -> AsyncIterator[None]:
+async def pinned(client: AdminClient, draft_tokens: int = NUM_DRAFT_TOKENS) -> AsyncIterator[None]:
     """Pin the draft length, so that figures before and after can be compared."""
-    body = {"value": NUM_DRAFT_TOKENS, "ttl_s": 600, "reason": "benchmark: comparable figures"}
+    body = {"value": draft_tokens, "ttl_s": 600, "reason": "benchmark: comparable figures"}
     client.put("/v1/overrides/draft_tokens", body)
     await asyncio.sleep(POLICY_S)
     try:
@@ -84,9 +84,10 @@ def honed_command() -> str:
     return str(beside) if beside.exists() else shutil.which("honed") or str(beside)
 
 
-def vllm_args(environment: dict[str, str]) -> Document:
-    """Return the additions to vLLM's command from `honed vllm-args`."""
-    command = [honed_command(), "vllm-args", "--json"]
+def vllm_args(environment: dict[str, str], tree_slots: int = 0) -> Document:
+    """Return the additions to vLLM's command from `honed vllm-args`; with tree slots those for the tiny drafter."""
+    trees = ["--drafter", DRAFTER, "--tree-slots", str(tree_slots)] if tree_slots else []
+    command = [honed_command(), "vllm-args", "--json", *trees]
     made = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     if made.returncode:
         raise ProcessError(f"honed vllm-args ended with {made.returncode}: {made.stderr.strip()}")

@@ -32,8 +32,8 @@ TOTALS = Counters(100, 700, 150)
 SWAPPED = {"state": "succeeded", "detail": {"pause_ms": 3.14159, "train_seconds": 120.04}, "error": ""}
 
 
-def phases(b_after: float = 1.8, a_after: float = 3.0, **changes: Any) -> list[dict[str, Any]]:
-    lengths = {"a_before": 3.0, "b_before": 1.2, "b_after": b_after, "a_after": a_after}
+def phases(b_after: float = 1.8, a_after: float = 3.0, b_trees: float = 2.3, **changes: Any) -> list[dict[str, Any]]:
+    lengths = {"a_before": 3.0, "b_before": 1.2, "b_after": b_after, "a_after": a_after, "b_trees": b_trees}
     rest = {"failed": 0, "identical": True, "requests": 64}
     made: list[dict[str, Any]] = [{"key": k, "vllm": {"acceptance_length": v}} | rest for k, v in lengths.items()]
     made.append({"key": "traffic_a", "vllm": {"acceptance_length": 9.9}, "failed": 0, "requests": 240})
@@ -49,9 +49,9 @@ def kept(engine: dict[str, Any] = ENGINE, operation: dict[str, Any] = SWAPPED, s
 def test_the_result_has_exactly_the_promised_keys() -> None:
     result = result_of(phases(), ENGINE, TOTALS, SWAPPED)
     assert set(result) == KEYS
-    assert result["acceptance_length"] == {"a_before": 3.0, "b_before": 1.2, "b_after": 1.8, "a_after": 3.0}
+    assert result["acceptance_length"] == {"a_before": 3.0, "b_before": 1.2, "b_after": 1.8, "a_after": 3.0, "b_trees": 2.3}
     assert (result["swap_pause_ms"], result["train_seconds"]) == (3.142, 120.0)
-    assert result["requests_compared"] == 4 * 64
+    assert result["requests_compared"] == 5 * 64
 
 
 def test_the_headline_compares_the_same_prompts() -> None:
@@ -77,7 +77,7 @@ def test_what_came_from_rounds_with_drafts_is_told() -> None:
 
 
 def test_all_is_kept_when_all_is_well() -> None:
-    assert kept() == [True] * 6
+    assert kept() == [True] * 7
 
 
 @pytest.mark.parametrize(
@@ -85,18 +85,19 @@ def test_all_is_kept_when_all_is_well() -> None:
     [
         (0, {"b_after": 1.2 * 1.249}),
         (1, {"a_after": 3.0 * 0.969}),
-        (2, {"engine": ENGINE | {"rounds": 99}}),
-        (2, {"engine": ENGINE | {"accepted_tokens": 151}}),
-        (2, {"engine": ENGINE | {"lost_rounds": 1}}),
-        (3, {"identical": False}),
-        (4, {"failed": 1}),
-        (5, {"same": False}),
-        (5, {"operation": {"state": "failed", "detail": {"pause_ms": 1.0}, "error": "gate"}}),
-        (5, {"operation": {"state": "succeeded", "detail": {}, "error": ""}}),
+        (2, {"b_trees": 1.8 * 1.09}),
+        (3, {"engine": ENGINE | {"rounds": 99}}),
+        (3, {"engine": ENGINE | {"accepted_tokens": 151}}),
+        (3, {"engine": ENGINE | {"lost_rounds": 1}}),
+        (4, {"identical": False}),
+        (5, {"failed": 1}),
+        (6, {"same": False}),
+        (6, {"operation": {"state": "failed", "detail": {"pause_ms": 1.0}, "error": "gate"}}),
+        (6, {"operation": {"state": "succeeded", "detail": {}, "error": ""}}),
     ],
 )
 def test_each_promise_breaks_alone(broken: int, options: dict[str, Any]) -> None:
-    assert kept(**options) == [i != broken for i in range(6)]
+    assert kept(**options) == [i != broken for i in range(7)]
 
 
 @pytest.mark.parametrize(("steps", "b_after", "is_said"), [(111, 1.3, True), (1500, 1.3, False), (111, 1.8, False)])
@@ -120,7 +121,8 @@ def test_a_demo_without_its_phases_keeps_nothing_by_accident() -> None:
     found = [promise["kept"] for promise in promises_of(result, {}, True)]
     assert found[0] is False
     assert found[1] is False
-    assert found[5] is False
+    assert found[2] is False
+    assert found[6] is False
 
 
 def test_honed_figures_are_differences_with_conditional_acceptance() -> None:

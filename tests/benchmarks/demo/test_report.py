@@ -12,7 +12,7 @@ from benchmarks.demo.figures import promises_of
 RESULT: dict[str, Any] = {
     "tokens_per_s": {"a": 612.0, "b": 301.0, "b_tuned": 455.0, "b_healed": 566.0},
     "speedup": {"tuned": 1.5, "healed": 1.75},
-    "acceptance_length": {"a_before": 3.0, "b_before": 1.2, "b_after": 1.8, "a_after": 2.97},
+    "acceptance_length": {"a_before": 3.0, "b_before": 1.2, "b_after": 1.8, "a_after": 2.97, "b_trees": 2.3},
     "verify_rounds_logged": 12345,
     "verify_rounds_lost": 0,
     "vllm_num_drafts": 12345,
