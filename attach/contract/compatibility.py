@@ -123,6 +123,17 @@ def has_worker_extension(vllm_config: Any) -> bool:
     return bool(name) and hasattr(pkgutil.resolve_name(name), "honed_attach")
 
 
+def updates_drafter_in_place(vllm_config: Any) -> bool:
+    """Whether a draft update through vLLM's own endpoints changes live parameters before it is finished.
+
+    vLLM loads most drafters as it reloads a target: layer by layer, each on `meta` until all of it is there. DFlash's kind is
+    kept by `arriving_weights`, except where a transfer writes into the parameters.
+    """
+    transfer = getattr(vllm_config, "weight_transfer_config", None)
+    method = getattr(vllm_config.speculative_config, "method", "")
+    return method not in ("dflash", "dspark") or getattr(transfer, "backend", "") in ("sparse_nccl", "sharded_rdt")
+
+
 def can_shorten_block(vllm_config: Any) -> bool:
     """Whether drafting fewer tokens than K in a step saves anything, and is allowed.
 

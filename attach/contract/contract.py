@@ -292,6 +292,9 @@ WORKERS: tuple[Clause, ...] = (
     *(Method("v1/engine/async_llm.py", "AsyncLLM", name, calls=("collective_rpc",)) for name in _WEIGHT_UPDATE),
     *(Method("v1/worker/gpu_worker.py", "Worker", name) for name in (*_WEIGHT_UPDATE, "reload_weights")),
     Method(_CORE, "EngineCore", "collective_rpc", first=("method",), calls=("collective_rpc",)),
+    # Which updates change a drafter before they are finished (compatibility.py).
+    Attributes("config/vllm.py", "VllmConfig", ("weight_transfer_config",)),
+    Attributes("config/weight_transfer.py", "WeightTransferConfig", ("backend",)),
     # An idle replica that steps along with the others calls nothing else (scheduler.py).
     Method(_SCHED, "Scheduler", "has_requests"),
     Method(_CORE, "EngineCore", "step", calls=("has_requests",)),

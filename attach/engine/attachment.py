@@ -21,7 +21,13 @@ from honed.adapt.lengths.policy_tables import PolicyTables
 from honed.adapt.protocol import wire
 from honed.adapt.steps.step_time import StepTimeModel
 from honed.adapt.steps.vllm_costs import cost_curves
-from honed.attach.contract.compatibility import Findings, can_shorten_block, can_skip_draft_pass, has_worker_extension
+from honed.attach.contract.compatibility import (
+    Findings,
+    can_shorten_block,
+    can_skip_draft_pass,
+    has_worker_extension,
+    updates_drafter_in_place,
+)
 from honed.attach.engine.busy_flag import BusyFlag
 from honed.attach.engine.commands import CommandRunner
 from honed.attach.engine.environment import AttachSettings
@@ -141,7 +147,8 @@ class Attachment:
             lambda: len(self._requests) > 0,
         )
         self._workers.watch_sleep(self.fell_asleep, self.woke_up)
-        self._workers.watch_weights(self._take_news, self.weights_came)  # attaches the workers first
+        # attaches the workers first
+        self._workers.watch_weights(self._take_news, self.weights_came, updates_drafter_in_place(vllm_config))
         if self._can_decide:
             self._decider.prepare()
         self._publisher.start()

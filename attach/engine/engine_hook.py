@@ -128,13 +128,16 @@ class EngineHook:
 
         executor.sleep, executor.wake_up, executor.discard = sleeping, waking, discarding
 
-    def watch_weights(self, on_begin: Callable[[], None], on_change: Callable[[bool], None]) -> None:
+    def watch_weights(
+        self, on_begin: Callable[[], None], on_change: Callable[[bool], None], is_draft_in_place: bool = False
+    ) -> None:
         """Once: watch vLLM's own endpoints, on the engine's thread, for new weights of a model.
 
         Args:
             on_begin: called before anything arrives.
-            on_change: gets True for the drafter, False for the target. The target's weights may be half new; the drafter's are
-                all in place, or none (`arriving_weights`).
+            on_change: gets True for the drafter, False for the target. The target's weights may be half new.
+            is_draft_in_place: whether the drafter's may be, too, as vLLM loads them into the live parameters. Else they are all
+                in place, or none (`arriving_weights`).
         """
         core = self._core()
         call, is_draft = getattr(core, "collective_rpc", None), False
@@ -151,7 +154,9 @@ class EngineHook:
             try:
                 results = call(method, *args, **kwargs)
             except BaseException:
-                if method in _WRITES and not is_of_draft:
+                if is_of_draft and is_draft_in_place and method in (*_BEGINS, *_WRITES):
+                    on_change(True)
+                elif not is_of_draft and method in _WRITES:
                     on_change(False)
                 raise
             finally:

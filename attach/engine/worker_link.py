@@ -73,10 +73,10 @@ class WorkerLink:
         if self._engine is not None and self.findings.is_known:
             self._engine.watch_sleep(on_sleep, on_wake)
 
-    def watch_weights(self, on_begin: Callable[[], None], on_change: Callable[[bool], None]) -> None:
+    def watch_weights(self, on_begin: Callable[[], None], on_change: Callable[[bool], None], is_draft_in_place: bool) -> None:
         """See `engine_hook.EngineHook.watch_weights`; does nothing on an unsupported release."""
         if self._engine is not None and self.findings.is_known:
-            self._engine.watch_weights(on_begin, on_change)
+            self._engine.watch_weights(on_begin, on_change, is_draft_in_place)
 
     @property
     def is_attached(self) -> bool:

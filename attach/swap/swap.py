@@ -64,10 +64,11 @@ class Swapper:
             as `staged`: "" when all of them are held already.
 
         Raises:
-            SwapError: other versions are still being staged.
+            SwapError: other versions are still being staged, or the running drafter has no weights.
         """
         if self._thread is not None and self._thread.is_alive():
             raise SwapError("another version is still being staged: wait for it")
+        self._check_live()
         names = {version for version, _, _ in wanted}
         self._held = {version: tensors for version, tensors in self._held.items() if version in names}
         missing = [one for one in wanted if one[0] not in self._held]
@@ -128,7 +129,17 @@ class Swapper:
         for name, tensor in tensors.items():
             self._check_tensor(name, tensor)
 
+    def _check_live(self) -> None:
+        """Raise SwapError if parameters have no memory: copying into them would do nothing, and say so to nobody."""
+        if any(parameter.is_meta for parameter in self._model.model.parameters()):
+            raise SwapError(
+                "an update of the drafter through vLLM's own endpoint is under way, or failed and left it without weights: "
+                "finish one, or restart vLLM"
+            )
+
     def _check_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.is_meta:
+            raise SwapError(f"{name} is on the device `meta`, without values: send the tensor itself")
         if tensor.shape != self._shapes[name]:
             raise SwapError(
                 f"{name} is {list(tensor.shape)} in the checkpoint, {list(self._shapes[name])} in the running drafter: "
@@ -150,6 +161,7 @@ class Swapper:
         tensors = self._held.get(version)
         if tensors is None or self._state:
             raise SwapError(f"version {version} is not staged")
+        self._check_live()
         began = time.perf_counter()
         self._copy(tensors)
         if not is_held_on:
@@ -178,7 +190,12 @@ class Swapper:
 
     @torch.inference_mode()
     def overwrite(self, parts: dict[str, torch.Tensor]) -> None:
-        """Copy such parts into the live parameters; the caller ensures that no step is running. The others stay."""
+        """Copy such parts into the live parameters; the caller ensures that no step is running. The others stay.
+
+        Raises:
+            SwapError: the running drafter has no weights.
+        """
+        self._check_live()
         kept = {}
         if any(_packed_linears(self._model.model)):  # these are made anew
             kept = {name: live.clone() for name, live, _ in self._live() if name not in parts}

@@ -16,6 +16,7 @@ from honed.attach.contract.compatibility import (
     check,
     check_features,
     check_scheduler,
+    updates_drafter_in_place,
 )
 
 
@@ -263,3 +264,19 @@ def test_on_v2_a_step_without_drafts_needs_no_draft_pass(is_v2: bool, method: st
     vllm_config = config(method)
     vllm_config.use_v2_model_runner, vllm_config.parallel_config.data_parallel_size = is_v2, data_parallel_size
     assert can_skip_draft_pass(vllm_config) == can
+
+
+@pytest.mark.parametrize(
+    ("method", "backend", "is_in_place"),
+    [
+        ("dflash", "nccl", False),
+        ("dspark", "", False),
+        ("dflash", "sparse_nccl", True),
+        ("eagle3", "nccl", True),
+        ("mtp", "", True),
+    ],
+)
+def test_an_update_that_fails_may_leave_a_drafter_half_new(method: str, backend: str, is_in_place: bool) -> None:
+    vllm_config = config(method)
+    vllm_config.weight_transfer_config = SimpleNamespace(backend=backend) if backend else None
+    assert updates_drafter_in_place(vllm_config) == is_in_place

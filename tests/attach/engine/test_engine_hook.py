@@ -71,6 +71,24 @@ def test_a_target_may_have_got_half_of_its_weights_a_drafter_gets_all_or_none(
     assert found == heard
 
 
+@pytest.mark.parametrize("failing", ["start_draft_weight_update", UPDATE, FINISH])
+def test_a_drafter_that_is_loaded_in_place_may_have_got_half_of_its_weights(failing: str) -> None:
+    """EAGLE-3 and MTP heads: honed took the version of before for what they run."""
+    core, found = Core(), list[bool]()
+    EngineHook(core).watch_weights(lambda: None, found.append, True)
+    core.failing = failing
+    for method in ("start_draft_weight_update", UPDATE, FINISH):
+        if method == failing:
+            with pytest.raises(RuntimeError, match="half way"):
+                core.collective_rpc(method)
+            break
+        core.collective_rpc(method)
+    assert found == [DRAFTER]
+    core.failing = ""
+    core.collective_rpc("save_sharded_state")
+    assert found == [DRAFTER]
+
+
 def test_a_drafters_update_is_over_when_its_end_fails() -> None:
     core, found = Core(), list[bool]()
     EngineHook(core).watch_weights(lambda: None, found.append)
