@@ -331,7 +331,8 @@ class Decider:
     def _plan_trials(self, request_ids: Sequence[str], lengths: list[int], num_prefill_tokens: int, tries_near: bool) -> None:
         limit, requests = self._tables.limit, self.requests
         now, ceilings = np.array(lengths), np.minimum(requests.ceiling[requests.slots_of(request_ids)], limit)
-        ways = np.array(self._tables.shared_lengths or range(limit + 1)) - max(lengths)
+        # Where requests may take less than any allowed length, the present one isn't among these.
+        ways = np.union1d(self._tables.shared_lengths or range(limit + 1), [max(lengths)]) - max(lengths)
         moved = np.clip(now + ways[:, None], 0, ceilings)
         rates, seconds = rates_of(
             moved,

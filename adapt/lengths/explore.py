@@ -186,11 +186,14 @@ class LengthTrials:
             longest: as for `begin`, of the step that the options are for.
             tries_near: not only lengths of unknown price are tried, but also those that are nearly as good. Some of a batch's
                 requests alone wouldn't show their price, where the drafter's pass goes as deep as the longest.
-            options: by rising length, from 0 (which isn't tried) on, the one that would be done (moves 0) included.
+            options: by rising length, from 0 (which isn't tried) on, the one that would be done (moves 0) included. Without
+                it, and with no price seen, the shortest one's is taken as known.
         """
-        best, candidates, unseen = max(option.rate for option in options), [(0.0, 0.0, 0)], list[tuple[float, float, int]]()
+        best = max((option.rate for option in options), default=0.0)
+        candidates, unseen = [(0.0, 0.0, 0)], list[tuple[float, float, int]]()
         is_known = [not option.moves or self._has_price(num_requests, option.length) for option in options]
-        known_s = _LEAST_PRICE * options[is_known.index(True)].seconds
+        shortest = options[is_known.index(True) if True in is_known else 0 :][:1]
+        known_s = _LEAST_PRICE * sum(option.seconds for option in shortest)
         for (moves, length, rate, seconds), is_seen in zip(options, is_known, strict=True):
             seen = self._times_seen(num_requests, length)
             if is_seen:

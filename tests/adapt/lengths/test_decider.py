@@ -96,6 +96,19 @@ def test_nothing_is_compiled_in_the_middle_of_a_step() -> None:
     assert [len(function.signatures) for function in called] == before
 
 
+@pytest.mark.parametrize("captured_lengths", [[3], [4, 7], [1, 6]])
+def test_lengths_between_those_that_are_captured_have_their_trials(captured_lengths):
+    """A request's ceiling may lie between two of them: then the step's length is none of them."""
+    decider = make_decider(make_policy(equal_lengths=True, captured_lengths=captured_lengths, explore_share=1.0))
+    for request_id, ceiling in (("a", 2), ("b", 5)):
+        decider.start(request_id, "good", ceiling)
+    for _ in range(200):
+        for ids in (["a"], ["b"], ["a", "b"]):
+            lengths = decider.decide(ids, -1, 0, 0.0, [10] * len(ids)).num_draft_tokens
+            assert all(length <= {"a": 2, "b": 5}[request_id] for request_id, length in zip(ids, lengths, strict=True))
+            decider.observe(ids, lengths, lengths)
+
+
 @pytest.mark.fault("labels that run out")
 def test_workloads_that_come_and_go_do_not_use_the_labels_up():
     decider, rows = make_decider(make_policy()), {"": 0, "good": 1, "bad": 2}

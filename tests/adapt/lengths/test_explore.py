@@ -196,6 +196,19 @@ def test_a_plan_is_for_some_trials_and_steps_and_for_a_length_whatever_is_best_m
     assert not trials.is_planned(1)
 
 
+def test_no_range_of_lengths_is_too_short_to_plan() -> None:
+    for found in (
+        [],
+        [Option(0, 0.0, 1.0, 1.0)],
+        [Option(-2, 0.0, 1.0, 1.0)],
+        [Option(-1, 0.0, 1.0, 1.0), Option(2, 3.0, 0.5, 2.0)],
+    ):
+        trials = LengthTrials()
+        may_begin(trials, 0.99, 1, found, 1)
+        assert trials.is_planned(1)
+        assert trials.go_on() in {0, *(option.moves for option in found if option.length)}
+
+
 def test_where_there_is_no_other_length_nothing_is_tried() -> None:
     trials = LengthTrials()
     may_begin(trials, 0.0, 1, options({0: (1.0, 1.0)}), 3)
