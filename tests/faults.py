@@ -25,6 +25,7 @@ FAULTS = (
     "tokens past a request's end that counted as gain",
     "drafts struck by a grammar that counted as never tried",
     "an override that outlives its daemon",
+    "requests that left counted as prefill",
     "drafts past what a request can take",
     "drafts forgotten while a request sat out a step",
     "a step with fewer drafts than were accepted, in a hybrid on a CPU",

@@ -90,7 +90,7 @@ class BatchBuilder:
         self._holds += losses_of(verified, step.invalid)
         rows = [*verified, *plain]
         num_drafts = sum(map(len, step.drafts.values()))
-        num_prefill = max(step.num_tokens - num_drafts - len(rows), 0)
+        num_prefill = max(step.num_tokens - num_drafts - len(rows) - self._num_left(step), 0)
         trimmed = _trimmed(step, rows)
         num_trimmed = sum(trimmed)
         if step.padded:  # the target did compute these
@@ -121,6 +121,12 @@ class BatchBuilder:
         # Prompt and output of all requests in the step, as before it; a prompt not computed yet counts whole.
         running = self._running
         return sum(running[request_id].num_tokens for request_id in step.scheduled if request_id in running)
+
+    def _num_left(self, step: Step) -> int:
+        """Decode rows that vLLM computed for nothing: their requests ended, or were interrupted, while the step was under way."""
+        running, row_of, drafts = self._running, step.row_of, step.drafts
+        left = [r for r in step.scheduled if r not in running or r not in row_of]
+        return sum(step.scheduled[request_id] - len(drafts.get(request_id, ())) == 1 for request_id in left)
 
     def _known(self, step: Step) -> list[Verified]:
         known = [one for one in step.verified if one[0] in self._running]

@@ -185,6 +185,22 @@ def test_struck_drafts_are_logged_behind_the_verified_ones() -> None:
     assert batch.holds == Losses(rounds=3, draft_tokens=3 + 4 + 1, accepted_tokens=3)
 
 
+@pytest.mark.fault("requests that left counted as prefill")
+def test_requests_that_left_while_a_step_was_under_way_compute_no_prompt() -> None:
+    made = builder(a_step(1, [("r", 3, 2)]))
+    made.note(started("stale"))
+    made.take()
+    left = {"aborted": 4, "finished": 1, "stale": 1, "in its prompt": 20}  # tokens
+    step = a_step(2, [("r", 3, 2)], plain=left, silent=list(left))
+    drafts = dict(step.drafts) | {"aborted": [1, 2, 3]}
+    row_of = {name: row for name, row in step.row_of.items() if name != "stale"}  # its tokens are dropped
+    made.add(step._replace(drafts=drafts, row_of=row_of))
+    batch = made.take()
+    assert batch.steps.num_prefill_tokens == [20]
+    assert (batch.steps.num_tokens, batch.steps.num_draft_tokens, batch.steps.num_requests) == ([4 + 26], [6], [5])
+    assert batch.rounds.num_draft_tokens == [3]
+
+
 def test_padding_is_computed_and_says_nothing_of_the_drafter() -> None:
     """vLLM counts it as drafted and rejected: it is logged as drafts that were left unverified."""
     batch = builder(a_step(1, [("r", 7, 0), ("s", 7, 1)], padded=["r"])).take()
