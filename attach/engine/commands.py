@@ -4,8 +4,8 @@ A swap has two halves. Staging reads and checks the file and copies it to the de
 any time. Applying copies in place; only this delays the engine. A command that fails changes nothing and is answered with the
 reason.
 
-Two versions may take turns (a canary): both are staged, and stay so. Such a swap is on a lease: if the daemon goes silent, the
-engine returns by itself to the version that it ran before the turns began.
+Two versions may take turns (a canary): both are staged, and stay so. Every turn is on a lease: if the daemon goes silent, the
+engine returns by itself to the version that it ran before the turns began, and frees the memory of both.
 """
 
 from __future__ import annotations
@@ -198,8 +198,9 @@ class CommandRunner:
         figures: list[dict[str, float]] = self._rpc("honed_apply", version, turns is not None)
         pause_ms = (time.monotonic_ns() - began_ns) / 1e6
         self._staging, self._lease, self._is_foreign = None, None, False
-        if turns is not None and turns.home_version == turns.beside.version:
-            self._lease = _Lease(time.monotonic() + turns.lease_s, turns.home_version, command.drops_cache)
+        if turns is not None:
+            is_home = turns.home_version == version
+            self._lease = _Lease(time.monotonic() + turns.lease_s, turns.home_version, is_home, command.drops_cache)
         self._on_swapped(version, command.drops_cache)
         steps = [f"{f['step']:.0f}" for f in figures if "step" in f]
         logger.info("honed: drafter version %s serves; steps of each rank before it: %s", version, " ".join(steps))
@@ -216,10 +217,13 @@ class CommandRunner:
         return self._lease is not None and not self.is_asleep and time.monotonic() >= self._lease.until_s
 
     def _go_back(self) -> None:
-        """Return to the version before the turns: the daemon has been silent for too long."""
+        """Return to the version before the turns, and hold none any more: the daemon has been silent for too long."""
         assert self._lease is not None
         lease, self._lease = self._lease, None
         try:
+            if lease.is_home:
+                self._rpc("honed_stage", [])
+                return
             self._rpc("honed_apply", lease.home_version, False)
         except Exception as error:
             logger.warning("honed: can't go back to %s: %s", lease.home_version, _one_line(error))
@@ -254,10 +258,12 @@ class CommandRunner:
 
 
 class _Lease(NamedTuple):
-    """Time until which a version on trial may serve without a message from the daemon."""
+    """Time until which a turn may last without a message from the daemon."""
 
     until_s: float
     home_version: str
+    is_home: bool
+    """Whether that one serves in this turn: then the weights held beside it are all that the lease is about."""
     drops_cache: bool
 
 

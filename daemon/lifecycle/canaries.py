@@ -240,9 +240,7 @@ class Canaries:
             if (controller := self._controller_of(engine)) is not None:
                 controller.take_turns(trial.versions)
         stray = [engine for engine in engines if engine.live_version != serving]
-        if not stray and (serving == trial.home or now_s - trial.sent_s < LEASE_S / 2):
-            return
-        if not engines:
+        if not engines or (not stray and now_s - trial.sent_s < LEASE_S / 2):
             return
         trial.is_swapping, trial.sent_s = True, now_s
         beside = Beside(trial.other, trial.home, LEASE_S)

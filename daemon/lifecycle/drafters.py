@@ -203,10 +203,12 @@ class Drafters:
             raise UnknownError(f"no drafter version {version!r}; {known}", cure=f"{LISTED}.") from error
 
     def shares_cache(self, one: str, other: str) -> bool:
-        """True if context keys and values cached by one version are right for the other.
+        """True if context keys and values cached by one version are right for the other, which may be the same.
 
         Versions of unknown digest (the engine didn't say what it runs) go by their scope.
         """
+        if one == other:
+            return True
         try:
             manifests = [self.manifest(version) for version in (one, other) if version]
         except UnknownError:

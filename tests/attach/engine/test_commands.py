@@ -202,6 +202,24 @@ def test_a_daemon_that_falls_silent_leaves_the_home_version(monkeypatch: pytest.
     assert not harness.runner.is_pending
 
 
+def test_a_daemon_that_falls_silent_in_the_home_version_s_turn_leaves_no_weights_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the other version's turns had a lease: the device's memory stayed taken for good."""
+    now = [1000.0]
+    monkeypatch.setattr("honed.attach.engine.commands.time.monotonic", lambda: now[0])
+    harness = Harness(Ranks([["", ""]]), monkeypatch)
+    turn(harness, "1", "v2", "v1", "v1", lease_s=60.0)
+    harness.run()
+    turn(harness, "2", "v1", "v2", "v1", lease_s=60.0)
+    harness.run()
+    assert harness.runner.is_waiting
+    now[0] += 61.0
+    assert harness.runner.is_pending
+    harness.run()
+    assert harness.ranks.wanted == [], "nothing is held"
+    assert harness.swapped == [("v2", False), ("v1", False)], "it has served since"
+    assert not harness.runner.is_waiting
+
+
 def test_a_lease_that_ends_in_the_engine_s_sleep_is_over_when_it_wakes_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr("honed.attach.engine.commands.time.monotonic", lambda: now[0])

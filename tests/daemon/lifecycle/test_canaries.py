@@ -13,7 +13,7 @@ from honed.adapt.monitor.drift import Alarm
 from honed.adapt.protocol import wire
 from honed.daemon.api.app import make_app
 from honed.daemon.errors import ConflictError, StoreError
-from honed.daemon.lifecycle.canaries import ABANDONED_S
+from honed.daemon.lifecycle.canaries import ABANDONED_S, LEASE_S
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings
 from tests.daemon.conftest import wait_for
@@ -366,6 +366,25 @@ def test_drift_that_is_found_during_a_trial_is_answered_after_it(stage: Stage) -
     with stage.service.lock:
         stage.service.tick(stage.service.monotonic() + stage.service.settings.recalibration.min_interval_s)
     assert stage.trainer.expect(wire.TrainRequest).workloads == ["b"]
+
+
+def test_every_turn_s_lease_is_renewed(stage: Stage) -> None:
+    """Also the home version's, whose end would free the other one's memory."""
+    candidate(stage, 1.0)
+    trial = stage.service.rollout.trial
+    assert trial is not None
+    for _ in range(2):
+        with stage.service.lock:
+            stage.service.tick(stage.service.monotonic())
+            serving = trial.canary.serving
+        stage.engine.serve(lambda version=serving: stage.engine.live_version == version and not trial.is_swapping, rounds=0)
+        swapped = len(stage.engine.swaps)
+        with stage.service.lock:
+            stage.service.canaries.tick(trial.sent_s + LEASE_S / 2)
+        stage.engine.serve(lambda before=swapped: len(stage.engine.swaps) > before, "the renewal", rounds=0)
+        renewed = stage.engine.swaps[-1]
+        assert (renewed.weights.version, renewed.drops_cache) == (serving, False)
+        stage.engine.serve(lambda before=serving: trial.canary.serving != before, "the other's turn")
 
 
 def test_an_engine_that_is_killed_comes_back_into_its_turn(stage: Stage) -> None:
