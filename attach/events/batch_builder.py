@@ -123,7 +123,7 @@ class BatchBuilder:
         return sum(running[request_id].num_tokens for request_id in step.scheduled if request_id in running)
 
     def _num_left(self, step: Step) -> int:
-        """Decode rows that vLLM computed for nothing: their requests ended, or were preempted, while the step was on its way."""
+        """Decode rows computed for nothing: their requests ended, or were preempted, while the step was on its way."""
         running, row_of, drafts = self._running, step.row_of, step.drafts
         left = [r for r in step.scheduled if r not in running or r not in row_of]
         return sum(step.scheduled[request_id] - len(drafts.get(request_id, ())) == 1 for request_id in left)

@@ -83,7 +83,7 @@ def need(settings: TrainerSettings, config: DrafterConfig | None, scope: Scope, 
     shared_bytes, compute_bytes = value_bytes(settings.device, settings.precision)
     estimate, cures = estimate_and_cures(
         config,
-        settings.training(scope, config.block_size),
+        settings.training(scope, config.block_size, config.hidden_size),
         settings.rows_per_micro_step,
         is_fused=is_fused and scope != "full",
         shared_bytes=shared_bytes,

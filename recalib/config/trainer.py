@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
 from honed.adapt.protocol.ranges import COUNT, PROBABILITY, SECONDS, SHARE, Range, Ranges, check_ranges
-from honed.recalib.config.presets import decay_tokens
+from honed.recalib.config.presets import decay_tokens, learning_rate
 from honed.recalib.config.training import MAX_DENOISING_STEPS, Loss, MaskSchedule, Precision, Scope, TrainingSettings
 
 When: TypeAlias = Literal["idle", "spare", "always"]
@@ -79,8 +79,8 @@ class TrainerSettings(SampleSettings):
     KL and total variation; "acceptance": minus expected acceptance length; "kl": needs the target's last hidden state."""
     decay_tokens: float = 0.0
     """Decay of the weights with the position; 0: derived from the drafter's block size."""
-    learning_rate: float = 5e-4
-    """AdamW's learning rate after the warm-up."""
+    learning_rate: float = 0.0
+    """AdamW's learning rate after the warm-up; 0: derived from the drafter's width. An untrained drafter needs a higher one."""
     warmup_updates: int = 20
     """Updates over which the learning rate rises."""
     anchors_per_micro_step: int = 16
@@ -138,7 +138,7 @@ class TrainerSettings(SampleSettings):
         **SampleSettings.RANGES,
         "nice": Range(0, 19),
         "torch_threads": Range(0, 1024),
-        "learning_rate": Range(0, 1, excludes_low=True),
+        "learning_rate": Range(0, 1),
         **dict.fromkeys(("decay_tokens", "warmup_updates", "memory_bytes", "seed"), Range(0)),
         "save_state_s": Range(0, 1e9),
         "ema_decay": Range(0, 1, excludes_high=True),
@@ -162,12 +162,12 @@ class TrainerSettings(SampleSettings):
         """Longest time of a unit on a GPU; 0: units aren't divided."""
         return min(self.preempt_budget_s or SPARE_UNIT_S, SPARE_UNIT_S) if self.when == "spare" else self.preempt_budget_s
 
-    def training(self, scope: Scope, block_size: int) -> TrainingSettings:
-        """Make the training settings for a drafter of this block size."""
+    def training(self, scope: Scope, block_size: int, width: int) -> TrainingSettings:
+        """Make the training settings for a drafter of this block size and width."""
         return TrainingSettings(
             scope=scope,
             loss=self.loss,
-            learning_rate=self.learning_rate,
+            learning_rate=self.learning_rate or learning_rate(width),
             warmup_updates=self.warmup_updates,
             decay_tokens=self.decay_tokens or decay_tokens(block_size),
             anchors_per_micro_step=self.anchors_per_micro_step,

@@ -84,7 +84,8 @@ class TrainingRun:
         target_head_names(request.target_path)  # not only when all samples are in
         if request.scope not in ("kv-frozen", "full"):
             raise OperationError(f"unknown scope {request.scope!r}: kv-frozen and full are known")
-        self._training = settings.training("full" if request.scope == "full" else "kv-frozen", self._config.block_size)
+        block_size, width = self._config.block_size, self._config.hidden_size
+        self._training = settings.training("full" if request.scope == "full" else "kv-frozen", block_size, width)
         about = {"request": msgspec.to_builtins(request), "training": asdict(self._training)}
         self._state = TrainingState(state_dir, request.operation_id, about) if state_dir and settings.save_state_s else None
         self._head: TargetHead | None = None

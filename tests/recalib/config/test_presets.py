@@ -9,8 +9,9 @@ import pytest
 
 from honed.adapt.models.trainable import LayerAttention
 from honed.recalib.config.drafter import Convolution, DrafterConfig, Markov, Selector
-from honed.recalib.config.presets import PRESETS, Preset, completed, decay_tokens, even_layer_ids, preset_of
+from honed.recalib.config.presets import PRESETS, Preset, completed, decay_tokens, even_layer_ids, learning_rate, preset_of
 from honed.recalib.config.speculators import flat, nested
+from honed.recalib.config.trainer import TrainerSettings
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
@@ -181,6 +182,13 @@ def test_a_share_of_the_rotation_is_found_wherever_it_is(where: str) -> None:
     raw = QWEN3_8B | ({where: 0.5} if where == "partial_rotary_factor" else {where: rope})
     assert DrafterConfig.from_json(raw).rotary_share == 0.5
     assert DrafterConfig.from_json(QWEN3_8B).rotary_share == 1.0
+
+
+@pytest.mark.parametrize(("width", "rate"), [(64, 5e-4), (256, 5e-4), (2048, 6.25e-5), (4096, 3.125e-5)])
+def test_wide_drafters_learn_in_smaller_steps(width: int, rate: float) -> None:
+    assert learning_rate(width) == pytest.approx(rate)
+    assert TrainerSettings().training("full", 16, width).learning_rate == pytest.approx(rate)
+    assert TrainerSettings(learning_rate=1e-4).training("full", 16, width).learning_rate == 1e-4
 
 
 def test_a_reduced_vocabulary() -> None:
