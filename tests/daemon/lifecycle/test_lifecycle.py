@@ -965,7 +965,7 @@ def test_kept_drift_that_cannot_be_read_keeps_no_daemon_from_starting(settings: 
     settings.paths.runtime_dir.mkdir()
     service = Service(settings, daemon_id="one")
     service.start()
-    service.journal.insert("meta", {"key": "drift_alarms", "value": text}, replace=True)
+    service.journal.insert("meta", {"key": "drift_alarms", "value": text}, key="key")
     service.stop()
     service = Service(settings, daemon_id="two")
     service.start()
