@@ -45,6 +45,10 @@ class Swapper:
         self._held: dict[str, dict[str, torch.Tensor]] = {}
         self._state = ""
         self._thread: threading.Thread | None = None
+        self._num_calls = 0
+        """Calls of `stage`: a thread of an earlier one leaves everything as it is."""
+        self._lock = threading.Lock()
+        """Held to change `_held` and `_state`."""
         self._checksum: LiveChecksum | None = None
         self._shards: dict[str, Shard] = {}
         self._shapes: dict[str, torch.Size] = {}
@@ -57,6 +61,8 @@ class Swapper:
     def stage(self, wanted: Sequence[tuple[str, str, str]]) -> str:
         """Begin to read, check and copy to the device the versions not held yet; drop all others. Return at once.
 
+        What is still being read for an earlier call, which the engine's sleep may have ended, is waited for and dropped.
+
         Args:
             wanted: (version, path, sha256) of each.
 
@@ -64,17 +70,18 @@ class Swapper:
             as `staged`: "" when all of them are held already.
 
         Raises:
-            SwapError: other versions are still being staged, or the running drafter has no weights.
+            SwapError: the running drafter has no weights.
         """
-        if self._thread is not None and self._thread.is_alive():
-            raise SwapError("another version is still being staged: wait for it")
         self._check_live()
         names = {version for version, _, _ in wanted}
-        self._held = {version: tensors for version, tensors in self._held.items() if version in names}
-        missing = [one for one in wanted if one[0] not in self._held]
-        self._state = "staging" if missing else ""
+        with self._lock:
+            self._held = {version: tensors for version, tensors in self._held.items() if version in names}
+            missing = [one for one in wanted if one[0] not in self._held]
+            self._state = "staging" if missing else ""
+            self._num_calls += 1
         if missing:
-            self._thread = threading.Thread(target=self._stage, args=(missing,), name="honed-stage", daemon=True)
+            task = missing, self._num_calls, self._thread
+            self._thread = threading.Thread(target=self._stage, args=task, name="honed-stage", daemon=True)
             self._thread.start()
         return self._state
 
@@ -82,8 +89,8 @@ class Swapper:
         """vLLM falls asleep, or is awake again: nothing is staged on the device meanwhile, so its memory stays free."""
         self._staging.is_device_away = is_asleep
         if is_asleep and self._device.type == "cuda":
-            for version, tensors in list(self._held.items()):
-                self._held[version] = {name: tensor.cpu().pin_memory() for name, tensor in tensors.items()}
+            with self._lock:
+                self._held = {version: _in_host_memory(tensors) for version, tensors in self._held.items()}
 
     def staged(self, version: str) -> str:
         """ "" when `version` is ready to apply, "staging" while it is being staged, else the error."""
@@ -91,14 +98,28 @@ class Swapper:
             return self._state
         return f"version {version} was never staged"
 
-    def _stage(self, wanted: Sequence[tuple[str, str, str]]) -> None:
+    def _stage(self, wanted: Sequence[tuple[str, str, str]], call: int, earlier: threading.Thread | None) -> None:
         try:
+            if earlier is not None:
+                earlier.join()
             use_device(self._device)
             for version, path, sha256 in wanted:
-                self._held[version] = self._read(Path(path), sha256)
-            self._state = ""
+                self._hold(version, self._read(Path(path), sha256), call)
+            state = ""
         except Exception as error:
-            self._state = " ".join(str(error).split())[:400] or type(error).__name__
+            state = " ".join(str(error).split())[:400] or type(error).__name__
+        with self._lock:
+            if call == self._num_calls:
+                self._state = state
+
+    def _hold(self, version: str, tensors: dict[str, torch.Tensor], call: int) -> None:
+        """Hold what was read, unless others were asked for meanwhile."""
+        with self._lock:
+            if call != self._num_calls:
+                return
+            if self._staging.is_device_away and self._device.type == "cuda":  # vLLM fell asleep while it was being brought
+                tensors = _in_host_memory(tensors)
+            self._held[version] = tensors
 
     def _read(self, path: Path, sha256: str) -> dict[str, torch.Tensor]:
         file = path / "model.safetensors" if path.is_dir() else path
@@ -165,7 +186,8 @@ class Swapper:
         began = time.perf_counter()
         self._copy(tensors)
         if not is_held_on:
-            self._held = {}
+            with self._lock:
+                self._held = {}
         return {"copy_ms": (time.perf_counter() - began) * 1e3}
 
     def live_parts(self) -> Iterator[torch.Tensor]:
@@ -275,6 +297,10 @@ class Swapper:
         if self._checksum is not None:
             self._checksum.stop()
             self._checksum = None
+
+
+def _in_host_memory(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor if tensor.is_pinned() else tensor.cpu().pin_memory() for name, tensor in tensors.items()}
 
 
 def _packed_linears(inner: Any) -> Iterator[Any]:

@@ -215,7 +215,7 @@ class Lifecycle:
     def _promoted(self, operation: Operation, swap: Swap) -> None:
         """Handle the engines' answers to an operator's promotion."""
         self._rollout.swapping = None
-        if swap.failures:
+        if swaps.has_failed(swap):
             # The next tick brings engines that took it back to `active`, which hasn't moved.
             self._operations.finish(operation, "failed", error=swaps.failure_text(swap), **swaps.figures(swap))
             self._journal.audit("honed", f"{operation.kind}.failed", swap.version, operation.error)
@@ -231,6 +231,8 @@ class Lifecycle:
         is_wanted = bool(old) and old != swap.version and not operation.detail.get("force") and not self._drafters.fault(old)
         is_watched = is_wanted and bool(self._eligible.swappable(swap.version, old))
         figures = swaps.figures(swap) | {"version": swap.version}
+        if swap.failures:
+            figures["note"] = f"{swaps.failure_text(swap)}; it follows"
         if is_wanted and not is_watched:
             figures["watch"] = f"not watched: {self._eligible.why_none(old, swap.version)}"
         self._operations.finish(operation, "succeeded", stage="watching" if is_watched else "done", **figures)
@@ -329,7 +331,8 @@ class Lifecycle:
         if self._rollout.swapping is operation:
             self._rollout.swapping = None
         why = f"{swaps.failure_text(swap)}; it is retried until they run {swap.version}" if swap.failures else ""
-        if why and operation.kind == "recalibrate":  # its candidate is proven and active
+        is_proven = operation.kind == "recalibrate"  # its candidate is active
+        if why and (is_proven or swap.failures.keys() <= swap.postponed):
             self._operations.finish(operation, "succeeded", note=why, version=swap.version)
         elif why:
             self._operations.finish(operation, "failed", error=why)

@@ -53,6 +53,8 @@ class Swap:
     failures: dict[str, str] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
     """Engines that answered with a failure instead of not answering."""
+    postponed: set[str] = field(default_factory=set)
+    """Engines that fell asleep meanwhile, or got weights from somebody else: they follow later. They are in `failures`, too."""
     figures: dict[str, float] = field(default_factory=dict)
     """Maximum over the engines: pause_ms, stage_ms."""
     waiting: set[str] = field(default_factory=set)
@@ -147,7 +149,9 @@ class Swaps:
             tell = log.debug if sent.swap.is_turn else log.info
             tell("engine swapped", engine_id=sent.engine_id, version=sent.swap.version, steps=result.detail.get("steps", ""))
         is_postponed = not result.ok and bool(_NOT_NOW & result.detail.keys())
-        if not result.ok and not is_postponed:
+        if is_postponed:
+            sent.swap.postponed.add(sent.engine_id)
+        elif not result.ok:
             sent.swap.refused.add(sent.engine_id)
             self._on_refusal(sent.swap.version)
         failure = "" if result.ok else result.error or "the engine gave no reason"
@@ -249,6 +253,11 @@ class Swaps:
     def _log_reconciled(swap: Swap) -> None:
         if not swap.failures:
             log.info("engine is at its version again", engine_id=swap.engine_ids[0], version=swap.version)
+
+
+def has_failed(swap: Swap) -> bool:
+    """Whether an engine didn't take the version, though it could, or none has taken it."""
+    return bool(swap.failures.keys() - swap.postponed) or swap.failures.keys() >= set(swap.engine_ids)
 
 
 def failure_text(swap: Swap) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from honed.attach.swap import swap
 from honed.attach.swap.swap import SwapError, Swapper
 from tests.daemon.conftest import wait_for
 
@@ -62,6 +64,29 @@ def test_nothing_is_swapped_into_a_drafter_whose_update_did_not_end(swapper: Swa
     ):
         with pytest.raises(SwapError, match="through vLLM's own endpoint is under way, or failed"):
             refused()
+
+
+def test_what_is_asked_for_while_another_is_still_read_is_staged(
+    swapper: Swapper, inner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a short sleep of the engine the same version was asked for again, refused, and counted as a failure of its own."""
+    go_on, load = threading.Event(), swap.load_file
+
+    def slow(file: Path) -> Any:
+        assert go_on.wait(60)
+        return load(file)
+
+    monkeypatch.setattr(swap, "load_file", slow)
+    save_file({"norm.weight": torch.full((4,), 2.0)}, tmp_path / "model.safetensors")
+    assert swapper.stage([("v2", str(tmp_path), "")]) == "staging"
+    assert swapper.stage([("v2", str(tmp_path), "")]) == "staging"
+    assert swapper.stage([]) == ""
+    assert swapper.stage([("v3", str(tmp_path), "")]) == "staging"
+    go_on.set()
+    wait_for(lambda: swapper.staged("v3") == "", "the staged weights")
+    assert swapper.staged("v2") == "version v2 was never staged"
+    swapper.apply("v3")
+    assert inner.norm.weight.tolist() == [2.0] * 4
 
 
 def test_a_tensor_without_values_is_refused(swapper: Swapper, inner: Any) -> None:

@@ -170,6 +170,30 @@ def test_a_trial_waits_for_an_engine_that_sleeps(stage: Stage) -> None:
     assert stage.aliases()["active"] == new
 
 
+@pytest.mark.parametrize("way", ["promote", "rollback"])
+def test_an_engine_that_falls_asleep_amid_a_swap_follows_later(stage: Stage, other: ServingEngine, way: str) -> None:
+    """What the other engines have taken failed for its sake."""
+    other.attach()
+    new = stage.version(1.0)
+    other.num_refused_asleep = 0
+    if way == "rollback":
+        with stage.service.lock:
+            stage.service.drafters.move({"active": new, "previous": stage.first})
+            for engine in stage.service.engines.by_id.values():
+                engine.live_version = stage.engine.live_version = other.live_version = new
+    wanted = new if way == "promote" else stage.first
+    path = f"/v1/drafters/{new}:promote" if way == "promote" else "/v1/drafters:rollback"
+    operation_id = stage.client.post(path, json={"force": True} if way == "promote" else {}).json()["operation_id"]
+    stage.engine.serve(lambda: stage.engine.live_version == wanted, "the swap", rounds=0)
+    other.serve(lambda: stage.operation(operation_id)["state"] != "running", "the refusal", rounds=0)
+    ended = stage.operation(operation_id)
+    assert ended["state"] == "succeeded", ended
+    assert "engine engine-1: the engine sleeps; it" in ended["detail"]["note"]
+    assert stage.aliases()["active"] == wanted
+    other.num_refused_asleep = None
+    other.serve(lambda: other.live_version == wanted, "its own swap", rounds=0)
+
+
 def test_a_turn_that_finds_weights_of_somebody_else_is_no_failure_of_the_candidate(stage: Stage) -> None:
     """It is on trial until the engine is honed's again, or somebody calls it off."""
     operation_id, _ = candidate(stage, 1.0, old=0.4, new=0.7)

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,7 +22,7 @@ from honed.daemon.api.app import make_app
 from honed.daemon.control import warm_start
 from honed.daemon.errors import ConflictError, StoreError
 from honed.daemon.lifecycle.recalibrations import MAX_RESTARTS
-from honed.daemon.lifecycle.swaps import LOST_S, TIMEOUT_S
+from honed.daemon.lifecycle.swaps import LOST_S, TIMEOUT_S, Swap
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings
 from honed.daemon.store.operations import Operations
@@ -1085,13 +1084,13 @@ def test_a_key_of_an_operation_is_refused_for_another_request(stage: Stage) -> N
 def test_a_proven_candidate_stays_a_success_where_an_engine_follows_later(stage: Stage) -> None:
     """Else its drift would be answered anew, with a stricter gate."""
     service = stage.service
-    swap = SimpleNamespace(failures={"engine-0": "the engine sleeps"}, version=stage.first)
+    swap = Swap(stage.first, ["engine-0"], lambda swap: None, failures={"engine-0": "the engine failed"})
     for kind, state in (("recalibrate", "succeeded"), ("promote", "failed")):
         with service.lock:
             operation = service.operations.create(kind, "swapping", "", "test", None)
             service.lifecycle._sent_home(operation, swap)
         assert operation.state == state
-        assert "the engine sleeps; it is retried until they run" in operation.detail.get("note", operation.error)
+        assert "the engine failed; it is retried until they run" in operation.detail.get("note", operation.error)
     with service.lock:
         operation = service.operations.create("recalibrate", "swapping", "", "test", None)
     service.store.write(lambda db: None)
