@@ -53,7 +53,7 @@ WIRE_VERSION = 1
 """Raised only when an older peer could misread a newer one; fields added with defaults don't raise it."""
 
 LOST_DRAFTER = "lost"
-"""Stands for a drafter's version: vLLM discarded its weights in its sleep, and their replacement is unknown."""
+"""Stands for a drafter's version whose weights nobody knows: vLLM discarded them in its sleep, or a copy failed half way."""
 FOREIGN_DRAFTER = "foreign"
 """Stands for a drafter's version: its weights came through vLLM's own endpoints, not from honed."""
 

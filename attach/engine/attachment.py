@@ -143,6 +143,7 @@ class Attachment:
             self._workers.rpc,
             self._publisher.report,
             self._on_swapped,
+            self._on_lost,
             self._wake,
             lambda: len(self._requests) > 0,
         )
@@ -500,6 +501,10 @@ class Attachment:
                 self._scheduler.reset_prefix_cache(reset_running_requests=True)
             except RuntimeError as error:  # blocks held by something not running: a waiting session, a KV transfer
                 logger.warning("honed: context K/V of the old weights stay cached, and lower acceptance where hit: %s", error)
+
+    def _on_lost(self) -> None:
+        logger.warning("honed: copying a drafter version failed half way; the daemon must restore one")
+        self._note_drafter(wire.LOST_DRAFTER)
 
     # --- called on the publisher's thread -----------------------------------------------------------------------------
 

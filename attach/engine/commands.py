@@ -1,8 +1,8 @@
 """Commands of the daemon, run on the engine's thread between two steps, also while the engine is idle.
 
 A swap has two halves. Staging reads and checks the file and copies it to the device, on a thread in each worker, and may take
-any time. Applying copies in place; only this delays the engine. A command that fails changes nothing and is answered with the
-reason.
+any time. Applying copies in place; only this delays the engine. A command that fails is answered with the reason. It changes
+nothing, unless applying fails: then nobody knows what the drafter is, and the daemon must restore it.
 
 Two versions may take turns (a canary): both are staged, and stay so. Every turn is on a lease: if the daemon goes silent, the
 engine returns by itself to the version that it ran before the turns began, and frees the memory of both.
@@ -40,6 +40,7 @@ class CommandRunner:
         rpc: (method, *args) -> one result a rank; engine thread only.
         report: sends the answers.
         on_swapped: called on the engine thread with (version, needs_cache_reset) right after the copy.
+        on_lost: called on the engine thread when the copy has failed: some of the weights, or some ranks, may be new.
         wake: requests a call of `run` soon, even if the engine is idle.
         is_busy: whether the engine has requests.
     """
@@ -50,13 +51,14 @@ class CommandRunner:
         rpc: Callable[..., list[Any]],
         report: Callable[[wire.CommandResult], None],
         on_swapped: Callable[[str, bool], None],
+        on_lost: Callable[[], None],
         wake: Callable[[], None],
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._identity = identity
         self._rpc = rpc
         self._report = report
-        self._on_swapped = on_swapped
+        self._on_swapped, self._on_lost = on_swapped, on_lost
         self._wake = wake
         self._is_busy = is_busy
         self._queue: deque[wire.Command] = deque()
@@ -195,7 +197,7 @@ class CommandRunner:
     def _apply(self, command: wire.SwapCommand, staged_s: float) -> None:
         version, turns = command.weights.version, command.turns
         began_ns = time.monotonic_ns()
-        figures: list[dict[str, float]] = self._rpc("honed_apply", version, turns is not None)
+        figures = self._copy(version, turns is not None)
         pause_ms = (time.monotonic_ns() - began_ns) / 1e6
         self._staging, self._lease, self._is_foreign = None, None, False
         if turns is not None:
@@ -213,6 +215,15 @@ class CommandRunner:
             detail={"version": version, "steps": " ".join(steps)},
         )
 
+    def _copy(self, version: str, is_held_on: bool) -> list[dict[str, float]]:
+        try:
+            figures: list[dict[str, float]] = self._rpc("honed_apply", version, is_held_on)
+        except Exception:
+            self._is_foreign = False
+            self._on_lost()
+            raise
+        return figures
+
     def _is_lease_over(self) -> bool:
         return self._lease is not None and not self.is_asleep and time.monotonic() >= self._lease.until_s
 
@@ -224,7 +235,7 @@ class CommandRunner:
             if lease.is_home:
                 self._rpc("honed_stage", [])
                 return
-            self._rpc("honed_apply", lease.home_version, False)
+            self._copy(lease.home_version, False)
         except Exception as error:
             logger.warning("honed: can't go back to %s: %s", lease.home_version, _one_line(error))
         else:

@@ -50,6 +50,8 @@ class Swapper:
         self._lock = threading.Lock()
         """Held to change `_held` and `_state`."""
         self._checksum: LiveChecksum | None = None
+        self._unpacked: list[Any] = []
+        """Layers that a CPU build has to pack again; some are left over where a copy failed half way."""
         self._shards: dict[str, Shard] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -226,15 +228,16 @@ class Swapper:
     def _copy(self, tensors: dict[str, torch.Tensor]) -> None:
         self._drop_checksum()
         inner = self._model.model
-        unpacked = list(_packed_linears(inner))
-        for layer in unpacked:
+        for layer in list(_packed_linears(inner)):
+            self._unpacked.append(layer)
             _unpack(layer)
         for name, live, _ in self._live():
             if name in tensors:
                 live.copy_(tensors[name], non_blocking=True)  # the sources are kept until all has arrived
         self._refresh_fused(inner)
-        for layer in (*unpacked, *_packed_tables(inner)):
+        for layer in (*self._unpacked, *_packed_tables(inner)):
             layer.quant_method.process_weights_after_loading(layer)
+        self._unpacked = []
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 

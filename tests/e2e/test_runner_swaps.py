@@ -48,6 +48,27 @@ def test_a_bad_checkpoint_is_refused_and_changes_nothing(attached: TestEngine, t
     assert attached.checksum() == before
 
 
+def test_a_copy_that_fails_half_way_leaves_no_known_version(
+    attached: TestEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine told that it ran the version of before, so nobody restored one."""
+    assert swap(attached, "stock", DRAFTER).ok
+    before = attached.checksum()
+    swapper = worker_of(attached)._honed_side.swapper
+
+    def fails(inner: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(swapper, "_refresh_fused", fails)
+    failed = swap(attached, "other", perturbed_drafter(tmp_path / "other"))
+    assert (failed.ok, "out of memory" in failed.error) == (False, True)
+    assert attached.honed._status(0).drafter_version == wire.LOST_DRAFTER
+    monkeypatch.undo()
+    assert swap(attached, "stock", DRAFTER).ok
+    assert attached.honed._status(0).drafter_version == "stock"
+    assert attached.checksum() == before
+
+
 def test_an_engine_without_requests_that_steps_along_takes_a_swap(attached: TestEngine, tmp_path: Path) -> None:
     """As a replica does whose experts another one needs: it is never idle, and has nothing to schedule."""
     attached.honed.before_schedule()

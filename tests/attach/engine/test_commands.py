@@ -56,11 +56,13 @@ class Harness:
         self.ranks = ranks
         self.results: list[wire.CommandResult] = []
         self.swapped: list[tuple[str, bool]] = []
+        self.lost: list[CommandRunner] = []
         self.runner = CommandRunner(
             ("e", "b"),
             ranks.rpc,
             self.results.append,
             lambda *a: self.swapped.append(a),
+            lambda: self.lost.append(self.runner),
             lambda: None,
             lambda: self.is_busy,
         )
@@ -118,6 +120,30 @@ def test_a_failure_is_answered_in_one_line_and_ends_the_swap(fail: str, monkeypa
     assert "\n" not in result.error
     assert harness.swapped == []
     assert not harness.runner.is_pending
+    assert len(harness.lost) == (fail == "honed_apply"), "half of the weights may be new, or those of some ranks"
+
+
+def test_from_foreign_weights_that_are_overwritten_by_half_honed_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(Ranks([["", ""]], "honed_apply"), monkeypatch)
+    harness.runner.give_way()
+    harness.swap("1", takes_over=True)
+    harness.run()
+    harness.ranks.fail = ""
+    harness.swap("2")  # the daemon restores a version of its own
+    harness.run()
+    assert [result.ok for result in harness.results] == [False, True]
+
+
+def test_a_way_back_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("honed.attach.engine.commands.time.monotonic", lambda: now[0])
+    harness = Harness(Ranks([["", ""]]), monkeypatch)
+    turn(harness, "1", "v2", "v1", "v1", lease_s=60.0)
+    harness.run()
+    harness.ranks.fail = "honed_apply"
+    now[0] += 61.0
+    harness.run()
+    assert len(harness.lost) == 1
 
 
 def test_a_rank_that_refuses_the_weights_refuses_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
