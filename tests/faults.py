@@ -59,6 +59,7 @@ FAULTS = (
     "a pipe in place of a checkpoint",
     "a checkpoint read again at every hello",
     "engines that wait behind replays of the log",
+    "a reader that holds up engines",
     "a thousand hellos at once",
     "values out of range in a frame",
     "a batch under another engine's ids",

@@ -108,7 +108,10 @@ def add_changes(router: APIRouter, service: Service) -> None:
         """Train a candidate on captured samples, compare it, and swap it in if it is better."""
         arguments = body.model_dump()
         asked = fingerprint("recalibrate", arguments)
-        return changes.operation(generation, key, asked, lambda: recalibrations.recalibrate(**arguments, actor=actor, key=key))
+        stored: set[tuple[str, str]] = service.eligible.stored_workloads() if body.workloads else set()
+        return changes.operation(
+            generation, key, asked, lambda: recalibrations.recalibrate(**arguments, actor=actor, key=key, stored=stored)
+        )
 
     @router.post("/v1/operations/{operation_id}:cancel", status_code=202, response_model=models.OperationView)
     def cancel(

@@ -224,7 +224,7 @@ class Engines:
         )
 
     def _load(self, engine_id: str, boot_id: str) -> Boot:
-        rows = self._store.read("SELECT * FROM boots WHERE engine_id = ? AND boot_id = ?", (engine_id, boot_id))
+        rows = self._store.find("SELECT * FROM boots WHERE engine_id = ? AND boot_id = ?", (engine_id, boot_id))
         boot = Boot(engine_id, boot_id, BootSequence())
         if rows:
             row = rows[0]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from honed.daemon.errors import ConflictError, UnknownError, there_are
 from honed.daemon.ingest.engines import Engine, Engines
 from honed.daemon.lifecycle.swaps import Swaps
+from honed.daemon.store.rollups import RESOLUTIONS_S
 from honed.daemon.store.store import Store
 
 ATTACH = "`honed engines` lists them; a vLLM attaches if it is started with what `honed vllm-args` prints."
@@ -77,13 +78,19 @@ class EligibleEngines:
                 found.append(other)
         return found
 
-    def check_workloads(self, engine: Engine, workloads: Iterable[str]) -> None:
-        """Raise UnknownError if the engine never had a round of one of them: waiting for its samples would be useless."""
-        seen = {workload for engine_id, workload in self._live_workloads() if engine_id == engine.engine_id}
+    def stored_workloads(self) -> set[tuple[str, str]]:
+        """Engine id and workload pairs that have stored rounds. It reads many rows: call it without the lock."""
+        rows = self._store.scan("SELECT DISTINCT engine_id, workload FROM rollups WHERE resolution_s = ?", (RESOLUTIONS_S[-1],))
+        return {(row["engine_id"], row["workload"]) for row in rows}
+
+    def check_workloads(self, engine: Engine, workloads: Iterable[str], stored: set[tuple[str, str]]) -> None:
+        """Raise UnknownError if the engine never had a round of one of them: waiting for its samples would be useless.
+
+        Args:
+            stored: of `stored_workloads`.
+        """
+        seen = {workload for engine_id, workload in self._live_workloads() | stored if engine_id == engine.engine_id}
         for workload in workloads:
-            stored = "SELECT DISTINCT workload FROM rollups WHERE engine_id = ?"
-            if workload not in seen:
-                seen |= {row["workload"] for row in self._store.read(stored, (engine.engine_id,))}
             if workload not in seen:
                 raise UnknownError(
                     f"engine {engine.engine_id} has never had a round of workload {workload!r}; {there_are(sorted(seen))}",

@@ -103,11 +103,13 @@ class Recalibrations:
         dry_run: bool = False,
         key: str | None = None,
         share: float = 1.0,
+        stored: set[tuple[str, str]] | None = None,
     ) -> Operation:
         """Request a candidate from the trainer. Raises ConflictError, UnknownError.
 
         Args:
             share: this attempt's part of the gate's error, of all attempts that answer the same alarm.
+            stored: of `EligibleEngines.stored_workloads`; None for an alarm's workloads, which had rounds.
         """
         if self._rollout.training is not None:
             running = self._rollout.training.operation_id
@@ -124,7 +126,8 @@ class Recalibrations:
         if not self._trainer.is_connected:
             raise ConflictError("no trainer is connected", cure=START_TRAINER)
         engine = self._eligible.capturing(engine_id)
-        self._eligible.check_workloads(engine, workloads or [])
+        if stored is not None:
+            self._eligible.check_workloads(engine, workloads or [], stored)
         hello = engine.hello
         assert hello is not None
         active = self._drafters.active

@@ -127,7 +127,7 @@ def document(service: Service, name: str) -> Document:
 
 def series(store: Store, window: Window, times: list[int]) -> Document:
     """Acceptance by workload, and by workload and position, a value for each time; null if nothing was verified."""
-    rows = store.read(
+    rows = store.scan(
         """SELECT bucket_s, workload, rounds, draft_tokens, accepted_tokens, tried_by_position, accepted_by_position
            FROM rollups WHERE resolution_s = ? AND bucket_s >= ? AND bucket_s < ? LIMIT ?""",
         (window.resolution_s, times[0], times[-1] + window.step_s, MOST_ROWS),

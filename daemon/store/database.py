@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import pysqlite3 as sqlite3
 from sqlite_utils import Database
@@ -41,6 +43,23 @@ def connect(path: Path, synchronous: str = "FULL", *, read_only: bool = False) -
         connection.execute("PRAGMA journal_size_limit = 67108864")
     connection.create_function("add_positions", 2, add_json, deterministic=True)
     return database
+
+
+class Reader:
+    """A read-only connection that threads share, one query at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._db, self._lock = connect(path, read_only=True), threading.Lock()
+
+    def rows(self, sql: str, parameters: Any = ()) -> list[dict[str, Any]]:
+        """Rows of a query, from the last committed state. Raises sqlite3.Error."""
+        with self._lock:
+            return [dict(row) for row in self._db.conn.execute(sql, parameters)]
+
+    def close(self) -> None:
+        """Wait for the query that runs, and close the connection."""
+        with self._lock:
+            self._db.close()
 
 
 class DatabaseFiles:

@@ -27,7 +27,7 @@ from honed.daemon.settings.sections import StoreSettings
 from honed.daemon.store import batch_tables
 from honed.daemon.store.age import AgeClock, uptime_s
 from honed.daemon.store.batch_tables import StoredBatch
-from honed.daemon.store.database import DatabaseFiles, check_sqlite_version, connect, why_not
+from honed.daemon.store.database import DatabaseFiles, Reader, check_sqlite_version, connect, why_not
 from honed.daemon.store.histogram import Histogram
 from honed.daemon.store.migrations import check_known, migrations
 from honed.daemon.store.pruning import Pruning
@@ -49,7 +49,7 @@ class _Job(NamedTuple):
 
 
 class Store:
-    """One database, its writer thread and its reading connection."""
+    """One database, its writer thread and its reading connections."""
 
     def __init__(
         self,
@@ -67,13 +67,12 @@ class Store:
             self._db = connect(path, settings.synchronous)
             check_known(self._db, path)
             migrations.apply(self._db)
-            self._reader = connect(path, read_only=True)
-            self._reader.conn.execute("SELECT count(*) FROM meta").fetchone()  # the log's files exist from now on
+            self._reader, self._finder = Reader(path), Reader(path)
+            self._reader.rows("SELECT count(*) FROM meta")  # the log's files exist from now on
             self._files = DatabaseFiles(path)
             self._age = AgeClock(self._db, wall=clock, uptime=uptime)
         except sqlite3.Error as error:
             raise StartError(f"database {path}: {error}{why_not(error, path)}") from error
-        self._reader_lock = threading.Lock()
         self._changed = threading.Condition()
         self._batches: deque[StoredBatch] = deque()
         self._jobs: deque[_Job] = deque()
@@ -101,8 +100,8 @@ class Store:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         if not self._thread.is_alive():
-            with self._reader_lock:
-                self._reader.close()
+            self._reader.close()
+            self._finder.close()
             self._db.close()
 
     def drain(self, timeout_s: float) -> bool:
@@ -175,16 +174,22 @@ class Store:
             raise StoreError(f"the database didn't answer within {timeout_s:g} s") from error
 
     def read(self, sql: str, parameters: Any = ()) -> list[dict[str, Any]]:
-        """Rows of a query, from the last committed state. Raises StoreError."""
-        with self._reader_lock:
-            try:
-                return [dict(row) for row in self._reader.conn.execute(sql, parameters)]
-            except sqlite3.Error as error:
-                self.note_error(error)
-                raise StoreError(f"database: {error}") from error
+        """Rows of a query that takes milliseconds, from the last committed state. Raises StoreError."""
+        return self._rows(self._reader, sql, parameters)
+
+    def find(self, sql: str, parameters: Any = ()) -> list[dict[str, Any]]:
+        """Rows of a query by key. It waits for no other reader, so the service's lock may be held. Raises StoreError."""
+        return self._rows(self._finder, sql, parameters)
+
+    def _rows(self, reader: Reader, sql: str, parameters: Any) -> list[dict[str, Any]]:
+        try:
+            return reader.rows(sql, parameters)
+        except sqlite3.Error as error:
+            self.note_error(error)
+            raise StoreError(f"database: {error}") from error
 
     def scan(self, sql: str, parameters: Any = ()) -> Iterator[dict[str, Any]]:
-        """Rows of a query that may have very many, one after the other, on a connection of its own. Raises StoreError."""
+        """Rows of a query that may take long, one after the other, on a connection of its own. Raises StoreError."""
         try:
             database = connect(self._path, read_only=True)
             try:

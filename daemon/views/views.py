@@ -12,7 +12,7 @@ import numpy as np
 from honed.daemon.errors import UnknownError, there_are
 from honed.daemon.service import Service
 from honed.daemon.store import canary_tables
-from honed.daemon.store.rollups import Counts
+from honed.daemon.store.rollups import COUNT_COLUMNS, Counts
 from honed.daemon.store.store import Store
 from honed.daemon.views.engine_view import age_s, engine_view
 
@@ -20,6 +20,7 @@ RECENT_S = 60
 RATE_S = 10
 MAX_POINTS = 20_000
 RESOLUTIONS = {"1s": 1, "1min": 60, "1h": 3600}
+_SUMS = ", ".join(f"sum({name}) AS {name}" for name in COUNT_COLUMNS)
 
 
 def acceptance(counts: Counts) -> dict[str, Any]:
@@ -104,14 +105,18 @@ def engines(service: Service, recent: dict[str, tuple[Counts, float]] | None = N
 
 
 def recent_by_engine(store: Store, now_unix_s: float) -> dict[str, tuple[Counts, float]]:
-    """Each engine's rounds of the last minute, and its recent tokens per second."""
+    """Each engine's rounds of the last minute, without positions, and its recent tokens per second."""
     now = int(now_unix_s)
     found: dict[str, tuple[Counts, float]] = {}
     delivered: dict[str, int] = defaultdict(int)
-    rows = store.read("SELECT * FROM rollups WHERE resolution_s = 1 AND bucket_s BETWEEN ? AND ?", (now - RECENT_S, now))
+    rows = store.scan(
+        f"""SELECT engine_id, bucket_s, {_SUMS} FROM rollups WHERE resolution_s = 1 AND bucket_s BETWEEN ? AND ?
+            GROUP BY bucket_s, engine_id""",
+        (now - RECENT_S, now),
+    )
     for row in rows:
         counts, _ = found.setdefault(row["engine_id"], (Counts(), 0.0))
-        counts.add(Counts.from_row(row))
+        counts.add(_scalars(row))
         # The present second isn't over; the last one may not be committed yet.
         if now - RATE_S - 1 <= row["bucket_s"] < now - 1:
             delivered[row["engine_id"]] += row["delivered_tokens"]
@@ -119,11 +124,14 @@ def recent_by_engine(store: Store, now_unix_s: float) -> dict[str, tuple[Counts,
 
 
 def total_counts(store: Store) -> Counts:
-    """All rounds ever stored."""
-    total = Counts()
-    for row in store.read("SELECT * FROM boots"):
-        total.add(Counts.from_row(row))
-    return total
+    """All rounds ever stored, without positions."""
+    (row,) = store.scan(f"SELECT {_SUMS} FROM boots")
+    return _scalars(row)
+
+
+def _scalars(row: dict[str, Any]) -> Counts:
+    sums: dict[str, Any] = {name: row[name] or 0 for name in COUNT_COLUMNS}
+    return Counts(**sums)
 
 
 def beliefs(service: Service, engine_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -186,14 +194,16 @@ def drift_of(beliefs: dict[str, Any], workload: str) -> dict[str, Any]:
 
 
 def timeline(store: Store, resolution: str, since: float, now: float, workload: str) -> dict[str, Any]:
-    """Points of one resolution between two moments, oldest first, with the marks."""
-    rows = store.read(
+    """Points of one resolution between two moments, at most `MAX_POINTS` steps of it, oldest first, with the marks."""
+    step_s = RESOLUTIONS[resolution]
+    scanned = store.scan(
         """SELECT bucket_s AS t, workload, drafter_version, sum(rounds) AS rounds, sum(draft_tokens) AS draft_tokens,
              sum(accepted_tokens) AS accepted_tokens, sum(delivered_tokens) AS delivered_tokens
            FROM rollups WHERE resolution_s = ? AND bucket_s BETWEEN ? AND ? AND (? = '' OR workload = ?)
            GROUP BY 1, 2, 3 ORDER BY 1 DESC LIMIT ?""",
-        (RESOLUTIONS[resolution], int(since), int(now), workload, workload, MAX_POINTS),
+        (step_s, max(int(since), int(now) - MAX_POINTS * step_s), int(now), workload, workload, MAX_POINTS),
     )
+    rows = list(scanned)
     for row in rows:
         row["draft_tokens_per_round"] = row["draft_tokens"] / row["rounds"] if row["rounds"] else 0.0
     marks = store.read("SELECT t, kind, text, engine_id FROM marks WHERE t >= ? ORDER BY id DESC LIMIT 1000", (since,))

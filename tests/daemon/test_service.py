@@ -35,6 +35,12 @@ def test_a_hello_is_answered_with_what_is_committed(service: Service, make_engin
     assert engine.hello().committed_seq == 10
 
 
+@pytest.mark.fault("a reader that holds up engines")
+def test_a_hello_waits_for_no_reader_of_the_database(service: Service, make_engine: MakeEngine) -> None:
+    with service.store._reader._lock:  # as in the middle of a long query
+        assert make_engine().hello().committed_seq == 0
+
+
 def test_duplicates_resends_and_holes_are_stored_exactly_once(service: Service, make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.hello()

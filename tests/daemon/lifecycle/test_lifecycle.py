@@ -445,7 +445,16 @@ def test_a_workload_from_before_a_restart_is_known(stage: Stage, monkeypatch: py
     stage.serve_workload("b")
     assert stage.service.store.drain(10)
     monkeypatch.setattr(stage.service.live, "_cells", {})
+    was_locked = []
+    scan = stage.service.store.scan
+
+    def watched(*query: Any) -> Iterator[dict[str, Any]]:
+        was_locked.append(stage.service.lock._is_owned())  # type: ignore[attr-defined]
+        return scan(*query)
+
+    monkeypatch.setattr(stage.service.store, "scan", watched)
     stage.recalibrate(workloads=["b"])
+    assert was_locked == [False]  # all rows of a month are read
 
 
 def test_a_candidate_that_does_not_pass_the_gate_fails_with_its_figures(stage: Stage) -> None:
