@@ -1,9 +1,9 @@
 """Rounds since the daemon started, by engine, workload and drafter version, for the acceptance metrics.
 
-Each combination adds about thirty samples to a scrape, and versions come and go, so at most `limit` are kept. The one whose
-rounds are oldest is dropped first. If it returns, its counters start at 0, which `rate()` handles as a reset. While all are in
-use, as with many engines of many workloads, new ones count as the workload OTHER_WORKLOAD of their engine and version: taking
-turns at the places would reset the counters all the time.
+Each combination adds about thirty samples to a scrape, 4 KB of text. Versions come and go, so at most `limit` are kept. The one
+whose rounds are oldest is dropped first. If it returns, its counters start at 0, which `rate()` handles as a reset. While all
+are in use, as with many engines of many workloads, new ones count as the workload OTHER_WORKLOAD of their engine and version:
+taking turns at the places would reset the counters all the time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from honed.daemon.store.rollups import Counts
 Cell = tuple[str, str, str]
 """Engine id, workload, drafter version."""
 
-MOST_CELLS = 256
+MOST_CELLS = 1024
+"""E.g. 8 engines of 62 workloads while two versions take turns."""
 
 
 class LiveRounds:
@@ -28,12 +29,15 @@ class LiveRounds:
         self._touched_s: dict[Cell, float] = {}
         self.dropped = 0
         """Cells dropped for others."""
+        self.pooled_rounds = 0
+        """Rounds counted as OTHER_WORKLOAD for want of room, plain ones included."""
 
     def add(self, cell: Cell, counts: Counts, now_s: float) -> None:
         """Add rounds to a cell, at a monotonic time."""
         if cell not in self._cells and not self._has_room(now_s):
             engine_id, _, version = cell
             cell = engine_id, OTHER_WORKLOAD, version
+            self.pooled_rounds += counts.rounds + counts.plain_rounds
         held = self._cells.pop(cell, None)
         if held is None:
             held = Counts()

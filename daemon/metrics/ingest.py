@@ -36,6 +36,8 @@ def families(service: Service) -> Iterator[Metric]:
     yield counter("honed_event_batches_refused", "Batches refused by a full store; engines resend them.", figures.no_room)
     pooled = 'Workload labels in batches that counted as "other": all engines together send too many.'
     yield counter("honed_workload_labels_pooled", pooled, service.ingest.workloads.num_pooled)
+    unroomed = 'Rounds that these metrics count as workload "other": too many engines, workloads and versions at a time.'
+    yield counter("honed_rounds_pooled", unroomed, service.live.pooled_rounds)
     yield from _lost(service.engines)
     yield _waiting(service.engines, service.monotonic())
     rejected = CounterMetricFamily("honed_frames_rejected", "Frames dropped, by reason.", labels=["reason"])

@@ -74,6 +74,9 @@ def _of_events(status: dict[str, Any]) -> Iterator[Finding]:
     if events.get("pooled_labels"):
         text = f"all engines together send {TOO_MANY_LABELS}: the rest counts as {OTHER_WORKLOAD!r}"
         yield Finding("warning", text, FEWER_LABELS)
+    if pooled := events.get("pooled_rounds"):
+        text = f"the metrics count {pooled:,} rounds as workload {OTHER_WORKLOAD!r}: too many engines, workloads and versions"
+        yield Finding("warning", text, "`honed workloads` has them apart. " + FEWER_LABELS)
     if (lag := events.get("lag_s") or 0.0) > LAG_S and _was_lately(events.get("batch_age_s")):
         yield Finding("warning", f"events are {lag:.1f} s old when they are stored")
 

@@ -75,6 +75,7 @@ def status(service: Service) -> dict[str, Any]:
                 "rejected_age_s": age_s(figures.rejected_at_s, now_s),
                 "duplicate_batches": figures.duplicates,
                 "pooled_labels": service.ingest.workloads.num_pooled,
+                "pooled_rounds": service.live.pooled_rounds,
                 "queued_batches": service.store.queued_batches,
             },
             "store": {

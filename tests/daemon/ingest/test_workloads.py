@@ -16,7 +16,7 @@ from tests.daemon.fake_engine import FakeEngine, make_batch
 
 
 def told(service: Service) -> list[str]:
-    return [one.text for one in findings(views.status(service)) if one.cure == FEWER_LABELS]
+    return [one.text for one in findings(views.status(service)) if one.cure.endswith(FEWER_LABELS)]
 
 
 def send(engine: FakeEngine, seq: int, labels: list[str]) -> None:
@@ -59,3 +59,16 @@ def test_an_engine_that_has_pooled_requests_is_named(
         "clients send more than 64 workload labels within 10 minutes"
     ]
     assert told(service) == (texts if pooled else [])
+
+
+def test_rounds_that_the_metrics_pool_are_told(
+    service: Service, make_engine: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.live, "_limit", 3)
+    engine = make_engine()
+    engine.hello()
+    send(engine, 1, [f"kind-{number}" for number in range(4)])
+    rounds = scrape(service)["honed_rounds_pooled_total"][""]
+    assert rounds > 0
+    (text,) = told(service)
+    assert text == f"the metrics count {rounds:.0f} rounds as workload 'other': too many engines, workloads and versions"
