@@ -123,10 +123,11 @@ def test_records_that_cannot_be_read_are_passed_over(life: Life, make_engine: Ma
         ids = [row[0] for row in broken.execute("SELECT id FROM batches ORDER BY id").fetchall()]
         for number, frame in ((ids[3], b"no frame"), (ids[7], "text"), (ids[9], b"")):
             broken.execute("UPDATE batches SET frame = ? WHERE id = ?", (frame, number))
+        broken.execute("UPDATE batches SET malformed = 'a round accepted more' WHERE id = ?", (ids[12],))
     with capture_logs() as logged:
         after = life.start()
         make_engine(boot_id="second").hello()
-        assert num_steps(beliefs(after)) == BATCHES - 3
+        assert num_steps(beliefs(after)) == BATCHES - 4
     assert [entry["event"] for entry in logged if entry["event"].startswith("can't")] == [
         "can't learn from a stored boot",
         *["can't learn from a stored batch"] * 3,
@@ -157,6 +158,15 @@ def test_a_daemon_starts_though_a_record_cannot_be_read(life: Life) -> None:
         "an override is dropped",
     ]
     assert (service.overrides.listing(), service.operations.listing(), service.rollout.trial) == ([], [], None)
+
+
+def test_of_a_long_log_the_index_is_read_and_the_newest_frames(life: Life) -> None:
+    service = life.start()
+    plan = service.store.read(f"EXPLAIN QUERY PLAN {warm_start._NEWEST}", ("engine-0", warm_start.MOST_BATCHES))
+    (of_all,) = [row["detail"] for row in plan if "engine_id=?" in row["detail"]]
+    assert "USING COVERING INDEX" in of_all
+    frames = [row["detail"] for row in plan if "rowid=?" in row["detail"]]
+    assert len(frames) == 1
 
 
 @pytest.mark.parametrize("reads_before", [True, False])
