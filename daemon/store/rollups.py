@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -120,6 +121,13 @@ class Counts:
         }
 
     @classmethod
+    def from_sums(cls, row: dict[str, Any]) -> Counts:
+        """From the columns SUMS and, if there, POSITION_SUMS of a query. Sums of no rows are 0."""
+        found: dict[str, Any] = {name: row[name] or 0 for name in COUNT_COLUMNS}
+        found |= {name.partition("_")[0]: sum_json(row[name] or "") for name in POSITION_COLUMNS if name in row}
+        return cls(**found)
+
+    @classmethod
     def from_row(cls, row: dict[str, Any]) -> Counts:
         """From database columns (of `boots` or `rollups`)."""
         return cls(
@@ -150,6 +158,9 @@ COUNT_COLUMNS = (
     "chain_accepted_tokens",
 )
 POSITION_COLUMNS = ("drafted_by_position", "tried_by_position", "accepted_by_position")
+SUMS = ", ".join(f"sum({name}) AS {name}" for name in COUNT_COLUMNS)
+POSITION_SUMS = ", ".join(f"group_concat({name}) AS {name}" for name in POSITION_COLUMNS)
+"""Columns of a query over many rows of `boots` or `rollups`, for `Counts.from_sums`."""
 
 
 @dataclass(slots=True)
@@ -177,6 +188,12 @@ def to_json(positions: Ints) -> str:
 
 def from_json(text: str) -> Ints:
     return np.array(msgspec.json.decode(text, type=list[int]), dtype=np.int64)
+
+
+def sum_json(texts: str) -> Ints:
+    """Sum of JSON lists that commas separate, the shorter padded by zeros."""
+    lists = msgspec.json.decode(f"[{texts}]", type=list[list[int]])
+    return np.array([sum(column) for column in zip_longest(*lists, fillvalue=0)], dtype=np.int64)
 
 
 def add_json(a: str | None, b: str | None) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from honed.daemon.errors import UnknownError, there_are
 from honed.daemon.service import Service
 from honed.daemon.store import canary_tables
-from honed.daemon.store.rollups import COUNT_COLUMNS, Counts
+from honed.daemon.store.rollups import POSITION_SUMS, SUMS, Counts
 from honed.daemon.store.store import Store
 from honed.daemon.views.engine_view import age_s, engine_view
 
@@ -20,7 +20,6 @@ RECENT_S = 60
 RATE_S = 10
 MAX_POINTS = 20_000
 RESOLUTIONS = {"1s": 1, "1min": 60, "1h": 3600}
-_SUMS = ", ".join(f"sum({name}) AS {name}" for name in COUNT_COLUMNS)
 
 
 def acceptance(counts: Counts) -> dict[str, Any]:
@@ -111,13 +110,13 @@ def recent_by_engine(store: Store, now_unix_s: float) -> dict[str, tuple[Counts,
     found: dict[str, tuple[Counts, float]] = {}
     delivered: dict[str, int] = defaultdict(int)
     rows = store.scan(
-        f"""SELECT engine_id, bucket_s, {_SUMS} FROM rollups WHERE resolution_s = 1 AND bucket_s BETWEEN ? AND ?
+        f"""SELECT engine_id, bucket_s, {SUMS} FROM rollups WHERE resolution_s = 1 AND bucket_s BETWEEN ? AND ?
             GROUP BY bucket_s, engine_id""",
         (now - RECENT_S, now),
     )
     for row in rows:
         counts, _ = found.setdefault(row["engine_id"], (Counts(), 0.0))
-        counts.add(_scalars(row))
+        counts.add(Counts.from_sums(row))
         # The present second isn't over; the last one may not be committed yet.
         if now - RATE_S - 1 <= row["bucket_s"] < now - 1:
             delivered[row["engine_id"]] += row["delivered_tokens"]
@@ -126,13 +125,8 @@ def recent_by_engine(store: Store, now_unix_s: float) -> dict[str, tuple[Counts,
 
 def total_counts(store: Store) -> Counts:
     """All rounds ever stored, without positions."""
-    (row,) = store.scan(f"SELECT {_SUMS} FROM boots")
-    return _scalars(row)
-
-
-def _scalars(row: dict[str, Any]) -> Counts:
-    sums: dict[str, Any] = {name: row[name] or 0 for name in COUNT_COLUMNS}
-    return Counts(**sums)
+    (row,) = store.scan(f"SELECT {SUMS} FROM boots")
+    return Counts.from_sums(row)
 
 
 def beliefs(service: Service, engine_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -158,12 +152,12 @@ def workloads(
     resolution = resolution_s or finest
     now = int(service.clock())
     since, until = (int(now - window_s) // resolution * resolution, now) if window_s else (0, 1 << 62)
-    sums: dict[tuple[str, str, str], Counts] = defaultdict(Counts)
     rows = service.store.scan(
-        "SELECT * FROM rollups WHERE resolution_s = ? AND bucket_s BETWEEN ? AND ?", (resolution, since, until)
+        f"""SELECT engine_id, workload, drafter_version, {SUMS}, {POSITION_SUMS} FROM rollups
+            WHERE resolution_s = ? AND bucket_s BETWEEN ? AND ? GROUP BY 1, 2, 3""",
+        (resolution, since, until),
     )
-    for row in rows:
-        sums[row["engine_id"], row["workload"], row["drafter_version"]].add(Counts.from_row(row))
+    sums = {(row["engine_id"], row["workload"], row["drafter_version"]): Counts.from_sums(row) for row in rows}
     if believed is None:
         believed = beliefs(service, list(service.engines.by_id))
     return [

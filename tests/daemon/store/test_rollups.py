@@ -2,12 +2,21 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import pysqlite3
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from honed.adapt.protocol import wire
-from honed.daemon.store.rollups import Counts, MalformedBatchError, add_json, add_positions, count_batch
+from honed.daemon.store.rollups import (
+    POSITION_SUMS,
+    SUMS,
+    Counts,
+    MalformedBatchError,
+    add_json,
+    add_positions,
+    count_batch,
+)
 from tests.daemon.fake_engine import make_batch
 
 NOW_NS = 1_800_000_000 * 10**9
@@ -169,3 +178,20 @@ def test_trees_are_counted_beside_the_rest() -> None:
     assert Counts.from_row(total.row()).row() == total.row()
     with pytest.raises(MalformedBatchError, match="nodes"):
         count_batch(msgspec.structs.replace(batch, rounds=msgspec.structs.replace(rounds, nodes=[0, 2, 4])), 10**18)
+
+
+@given(st.lists(rounds, max_size=6))
+def test_a_query_sums_as_adding_one_by_one_does(batches: list[list[tuple[int, int]]]) -> None:
+    """Rows of different numbers of positions among them; a Python loop over a year's rows took 13 seconds."""
+    database, total = pysqlite3.connect(":memory:"), Counts()
+    database.row_factory = pysqlite3.Row
+    database.execute(f"CREATE TABLE rollups ({', '.join(Counts().row())})")
+    for pairs in batches:
+        drafted, accepted = [k for k, _ in pairs], [a for _, a in pairs]
+        counts = count_batch(make_batch(1, rounds=len(pairs), drafted=drafted, accepted=accepted), NOW_NS).total
+        row = counts.row()
+        database.execute(f"INSERT INTO rollups VALUES ({', '.join(f':{name}' for name in row)})", row)
+        total.add(counts)
+    found = database.execute(f"SELECT {SUMS}, {POSITION_SUMS} FROM rollups").fetchone()
+    assert Counts.from_sums(dict(found)).row() == total.row()
+    database.close()
