@@ -122,8 +122,7 @@ class Capturer:
             return
         self._requests[new.req_id] = CapturedRequest(
             key=digest.hex(),
-            # Not keyed: the held-out sessions must be the same after a restart.
-            session=hashlib.blake2b(labels.session.encode(), digest_size=8).hexdigest() if labels.session else "",
+            session=_session(labels.session, new.prompt_token_ids),
             workload=labels.workload,  # the engine has bounded their number
             prompt_tokens=len(new.prompt_token_ids),
             temperature=float(params.temperature) if params is not None else 0.0,
@@ -219,6 +218,15 @@ class Capturer:
         self._requests.clear()
         self._ended.clear()
         self._pending.clear()
+
+
+def _session(label: str, prompt: list[int]) -> str:
+    """Return a digest of the label, or else of the prompt: copies of one text are not independent sessions.
+
+    It has no key: the held-out sessions must be the same after a restart.
+    """
+    own = label.encode() if label else np.array(prompt, np.int32).tobytes()
+    return hashlib.blake2b(own, digest_size=8, person=b"" if label else b"prompt").hexdigest()
 
 
 def _moved(ids: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -32,7 +32,7 @@ class Recorder:
         self, request: str, workload: str, version: str, first: int, tokens: Any, features: Any, flags: int, *rest: Any
     ) -> None:
         row = {"request": request, "workload": workload, "version": version, "first": first, "tokens": tokens.tolist()}
-        self.rows.append(row | {"features": features, "flags": flags})
+        self.rows.append(row | {"features": features, "flags": flags, "session": rest[-1]})
 
     def write_end(self, request: str, workload: str) -> None:
         self.ended.append(request)
@@ -136,6 +136,17 @@ def test_names_are_hashed_and_the_end_is_said(capturer: Capturer, ring: Recorder
     assert ring.ended == [ring.rows[0]["request"]]
     assert "secret" not in ring.rows[0]["request"]
     assert capturer._requests == {}
+
+
+def test_without_a_label_equal_prompts_are_one_session(capturer: Capturer, ring: Recorder) -> None:
+    """Retries and load tests send copies: on both sides of the hold-out they would flatter every candidate."""
+    capturer.on_schedule(schedule({"first": [5, 6], "again": [5, 6], "other": [5, 7]}))
+    capturer.on_schedule(schedule({"labelled": [5, 6]}, honed_session="s"))
+    capturer.on_step(view({name: [(0, 5), (1, 6)] for name in ("first", "again", "other", "labelled")}))
+    first, again, other, labelled = (row["session"] for row in ring.rows)
+    assert first == again
+    assert len({first, other, labelled}) == 3
+    assert "" not in (first, other, labelled)
 
 
 def test_rows_of_the_layers_kind_are_the_aux_states(ring: Recorder) -> None:
