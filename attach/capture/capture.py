@@ -35,6 +35,8 @@ logger = logging.getLogger("honed.attach")
 
 RETRY_S = 600.0
 """Time to wait after a ring couldn't be made."""
+MOST_REQUESTS = 32
+"""Most requests captured at once: of more, the trainer would get parts of all instead of some as a whole."""
 
 
 class Capturer:
@@ -112,7 +114,7 @@ class Capturer:
         labels = read_labels(params)
         if not labels.is_captured or not new.prompt_token_ids:
             return
-        if new.req_id in self._requests:  # back after a preemption
+        if new.req_id in self._requests or len(self._requests) >= MOST_REQUESTS:  # the former is back after a preemption
             return
         digest = key_of(new.req_id, self._secret)
         if int.from_bytes(digest) / 2.0**64 >= self.share:

@@ -75,6 +75,8 @@ class RingRecord:
     token_ids: NDArray[np.int32]  # [n]
     features: NDArray[Any]  # [n, F]; bfloat16 as uint16
     temperature: float = 0.0
+    is_old: bool = False
+    """It was in the ring before the reader opened it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +258,8 @@ class _RingFile:
         while self._budget > 0 and self._offset < self._written:
             offset = self._offset
             if offset < (oldest := self.header.oldest_offset(self._written)):
-                # Further ahead than needed, or a fast writer would pass again before a record is found.
-                self._offset, self._is_searching = oldest + self.header.capacity_bytes // 256 * 8, True
+                # By half of the ring, or a fast writer would soon pass again: few requests would be read as a whole.
+                self._offset, self._is_searching = oldest + self.header.capacity_bytes // 16 * 8, True
             elif self._is_searching:
                 self._search()
             else:
@@ -398,7 +400,7 @@ def _part(record: RingRecord, rows: slice) -> RingRecord:
 
 
 def _decode(record: RecordHeader, payload: bytes, ring: RingHeader) -> RingRecord:
-    """Decode a payload. Raises ValueError if its sizes are inconsistent."""
+    """Decode a payload; `ring` is the header at its opening. Raises ValueError if its sizes are inconsistent."""
     if record.kind not in (KIND_ROWS, KIND_END):
         raise ValueError(f"unknown kind of record {record.kind}")
     num_rows = record.num_rows if record.kind == KIND_ROWS else 0
@@ -427,4 +429,5 @@ def _decode(record: RecordHeader, payload: bytes, ring: RingHeader) -> RingRecor
         if num_rows
         else np.zeros((0, ring.feature_size), row_dtype),
         temperature=record.temperature_milli / 1000,
+        is_old=record.offset < ring.written,
     )

@@ -19,6 +19,8 @@ from honed.recalib.samples.spill import Spill, remove
 from honed.recalib.samples.store import SampleStore
 from honed.recalib.samples.stretch import Stretch
 
+POLL_S = 0.025
+"""Time after which a poll ends, though there are more records."""
 GONE_S = 3600.0
 """Time after which the samples of an engine whose folder is gone are dropped. An engine that restarts comes back before."""
 
@@ -41,8 +43,8 @@ class Feed:
     ) -> None:
         self.reader = RingReader(path)
         self.store = SampleStore(settings, hold_out, spill=spill)
-        self._is_behind = True
-        """Rows that the ring held before it was followed came earlier than they are read: their time is unknown."""
+        self._is_old = True
+        """The record came before the ring was followed, so its time is unknown."""
         most_bytes = max(settings.sample_bytes // 8, 1 << 20)
         self._assembler = SessionAssembler(
             settings.max_rows,
@@ -73,13 +75,13 @@ class Feed:
         if news.is_purged:
             self.forget()
         for record in news.records:
+            self._is_old = record.is_old
             for stretch in self._assembler.add(record):
                 self.store.add(stretch)
-        self._is_behind &= len(news.records) >= max_records
         return len(news.records)
 
     def _now(self) -> float:
-        return 0.0 if self._is_behind else time.time()
+        return 0.0 if self._is_old else time.time()
 
     def forget(self) -> None:
         """Drop all samples."""
@@ -207,9 +209,14 @@ class Traffic:
                 del self._gone_since_s[path]
                 self._share()
 
-    def poll(self, max_records: int = 256) -> int:
-        """Take in new records of all rings; returns their number."""
-        return sum(feed.poll(max_records) for feed in self._feeds.values())
+    def poll(self, max_records: int = 64) -> int:
+        """Take in new records of all rings in turns, until there are no more or `POLL_S` has passed; returns their number."""
+        until_s, total = self._monotonic() + POLL_S, 0
+        while found := sum(feed.poll(max_records) for feed in self._feeds.values()):
+            total += found
+            if self._monotonic() >= until_s:
+                break
+        return total
 
     def purge(self) -> list[str]:
         """Forget everything, empty the rings and delete all samples on disk, including those of engines that are gone.

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED
-from honed.attach.capture.capture import Capturer
+from honed.attach.capture.capture import MOST_REQUESTS, Capturer
 from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.runner.runner import StepView
 from honed.kernels.capture.reference import context_features
@@ -125,8 +125,20 @@ def test_opting_out(capturer: Capturer, ring: Recorder, value: Any) -> None:
 
 def test_the_share_of_requests_is_about_what_was_asked(capturer: Capturer) -> None:
     capturer.set_share(0.25, "v1")
-    capturer.on_schedule(schedule({f"r{i}": [1] for i in range(2000)}))
-    assert 400 < len(capturer._requests) < 600
+    names, taken = [f"r{i}" for i in range(2000)], 0
+    for at in range(0, 2000, 20):
+        capturer.on_schedule(schedule({name: [1] for name in names[at : at + 20]}, finished=tuple(names[at - 20 : at])))
+        taken += len(capturer._requests)
+    assert 400 < taken < 600
+
+
+def test_so_many_requests_are_captured_at_once_that_they_are_whole(capturer: Capturer) -> None:
+    """With 128 running ones, the trainer got a fortieth of each answer."""
+    capturer.on_schedule(schedule({f"r{i}": [1] for i in range(128)}))
+    first = list(capturer._requests)
+    assert len(first) == MOST_REQUESTS
+    capturer.on_schedule(schedule({"late": [1], "again": [1], first[1]: [1]}, finished=(first[0],)))
+    assert list(capturer._requests) == [*first[1:], "late"]
 
 
 def test_names_are_hashed_and_the_end_is_said(capturer: Capturer, ring: Recorder) -> None:

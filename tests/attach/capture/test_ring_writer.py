@@ -177,6 +177,8 @@ def test_slow_reader_is_overtaken_and_counts_it(path):
     got = drain(reader)
     assert reader.lost_records == 399 - len(got) > 0
     assert reader.bad_records == 0
+    row_bytes = 20 * (4 + 4 * F) + RECORD_BYTES + 24
+    assert 0.3 < len(got) * row_bytes / (1 << 16) < 0.5, "it jumps too little: soon it is overtaken again"
 
 
 def test_reader_waits_for_a_ring_and_follows_one_that_is_replaced(path):

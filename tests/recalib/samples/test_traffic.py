@@ -7,8 +7,9 @@ import numpy as np
 
 from honed.attach.capture.ring_writer import RingWriter
 from honed.recalib.config.trainer import SampleSettings
+from honed.recalib.samples import ring_reader
 from honed.recalib.samples.hold_out import HoldOut
-from honed.recalib.samples.traffic import GONE_S, Traffic
+from honed.recalib.samples.traffic import GONE_S, POLL_S, Traffic
 from tests.recalib.toy_traffic import WIDTH, write_sessions
 
 
@@ -100,6 +101,32 @@ def test_what_the_ring_held_before_it_was_followed_is_of_unknown_time(tmp_path):
     assert sum(before <= one <= time.time() for one in taken_s) == 10
 
 
+def test_all_that_the_ring_held_is_old_however_many_polls_it_takes(tmp_path, monkeypatch):
+    monkeypatch.setattr(ring_reader, "MOST_POLL_BYTES", 1 << 14)
+    ring = ring_of(tmp_path)
+    write_sessions(ring, "a", 20)
+    traffic = follow(tmp_path)
+    traffic.discover()
+    feed = traffic.feeds[0]
+    assert 0 < feed.poll(256) < 256, "it ends for the bytes"
+    write_sessions(ring, "a", 10, seed=1)
+    drain(traffic)
+    taken_s = [one.taken_s for side in (False, True) for one in feed.store.stretches("a", side)]
+    assert (len(taken_s), sum(one == 0.0 for one in taken_s)) == (30, 20)
+
+
+def test_a_poll_reads_all_there_is_unless_that_takes_too_long(tmp_path):
+    rings = [ring_of(tmp_path, name) for name in ("e0", "e1")]
+    for ring in rings:
+        write_sessions(ring, "a", 40)
+    clock = iter([0.0, 0.0, 0.0, POLL_S, 9.0])
+    traffic = Traffic(tmp_path, SampleSettings(), HoldOut(b"k" * 16), monotonic=lambda: next(clock))
+    traffic.discover()
+    assert traffic.poll(16) == 2 * 2 * 16
+    traffic._monotonic = lambda: 9.0
+    assert traffic.poll(16) == sum(ring.num_records for ring in rings) - 64
+
+
 def test_samples_survive_an_engine_that_restarts_with_the_same_model(tmp_path):
     traffic = follow(tmp_path)
     write_sessions(ring_of(tmp_path), "a", 10)
@@ -135,7 +162,7 @@ def test_purge_empties_memory_and_ring(tmp_path):
     ring = ring_of(tmp_path)
     write_sessions(ring, "a", 10)
     traffic.discover()
-    traffic.poll(5)
+    traffic.feeds[0].poll(5)
     traffic.purge()
     drain(traffic)
     assert traffic.feeds[0].num_bytes == 0
