@@ -13,6 +13,9 @@ The rules, all by position within one request:
 
 So the first tokens of an answer to a long prompt have the end of the prompt before them. Only the rows of a prompt that is read
 are dropped: a truncated context with absolute positions is a sound sample.
+
+Unfinished requests have a memory limit. Beyond half of it the prompts held are shortened, and new requests are ignored until
+they end: whole requests teach more than parts of all. The rest of the limit is for those that are still growing.
 """
 
 from __future__ import annotations
@@ -30,6 +33,11 @@ from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECT
 from honed.recalib.samples.ring_reader import RingRecord
 from honed.recalib.samples.stretch import Stretch
 
+SHORT_PROMPT_ROWS = 256
+"""Rows left of each prompt while memory is short."""
+SILENT_S = 10.0
+"""Time without a record after which a request may be given up."""
+
 
 @dataclass
 class _Open:
@@ -43,8 +51,10 @@ class _Open:
     token_ids: list[NDArray[np.int32]] = field(default_factory=list)
     features: list[NDArray[Any]] = field(default_factory=list)
     num_rows: int = 0
+    row_bytes: int = 0
     num_prompt_tokens: int = 0
     breaks: list[int] = field(default_factory=list)
+    seen_s: float = 0.0
     is_rejected: bool = False
     """The next token is the target's, in place of a rejected draft token."""
 
@@ -54,7 +64,7 @@ class _Open:
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in self.features) + 4 * self.num_rows
+        return self.num_rows * self.row_bytes
 
     def held_ids(self, first: int, count: int) -> NDArray[np.int32]:
         self.token_ids = [np.concatenate(self.token_ids)]
@@ -89,6 +99,7 @@ class _Open:
         self.is_rejected = bool(record.flags & FLAG_REJECTED)
         self.token_ids.append(ids)
         self.features.append(features)
+        self.row_bytes = features.shape[1] * features.itemsize + 4
         self.num_rows += len(ids)
         self.num_prompt_tokens += len(ids) if is_prompt else 0
 
@@ -116,11 +127,14 @@ class SessionAssembler:
         max_open_bytes: int = 1 << 28,
         clock: Callable[[], float] = time.time,
         context_of: Callable[[str], str] = lambda version: version,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """`context_of`: (drafter version) -> what is equal for versions whose features mean the same."""
-        self._context_of = context_of
-        self._clock, self._max_rows, self._max_open, self._max_open_bytes = clock, max_rows, max_open, max_open_bytes
+        self._context_of, self._monotonic = context_of, monotonic
+        self._clock, self._max_rows, self._max_open, self.max_open_bytes = clock, max_rows, max_open, max_open_bytes
         self._open: OrderedDict[str, _Open] = OrderedDict()
+        self._ignored: OrderedDict[str, None] = OrderedDict()
+        """Running requests that there was no memory for."""
         self._open_bytes = 0
         self.duplicate_rows = 0
         """Rows that came a second time with the same tokens."""
@@ -135,9 +149,17 @@ class SessionAssembler:
     def add(self, record: RingRecord) -> Iterator[Stretch]:
         """Add a record; yields the stretches that it ends."""
         if record.kind == KIND_END:
+            self._ignored.pop(record.request, None)
             yield from self._close(record.request)
             return
+        if record.request in self._ignored:
+            return
         current = self._open.get(record.request)
+        if current is None:
+            yield from self._make_room()
+            if self._is_short:
+                self._ignore(record.request)
+                return
         if current is not None and self._begins_anew(current, record):
             yield from self._close(record.request)
             current = None
@@ -146,6 +168,7 @@ class SessionAssembler:
             current = _Open(*given, self._clock())
             self._open[record.request] = current
         self._open.move_to_end(record.request)
+        current.seen_s = self._monotonic()
         before, overlap = current.num_bytes, self._settle_overlap(current, record)
         num_rows = current.num_rows + len(record.token_ids) - overlap
         if num_rows > self._max_rows and current.num_prompt_tokens > self._max_rows // 2:
@@ -161,18 +184,47 @@ class SessionAssembler:
         if current.num_rows > self._max_rows and current.num_rows == current.num_prompt_tokens:
             current.drop_first(current.num_rows - self._max_rows // 2)
         self._open_bytes += current.num_bytes - before
-        while len(self._open) > self._max_open or (self._open_bytes > self._max_open_bytes and len(self._open) > 1):
-            yield from self._close(next(iter(self._open)))  # its end was lost, or it is inactive
+        if self._open_bytes > self.max_open_bytes:
+            yield from self._make_room()
+        while self._open_bytes > self.max_open_bytes and len(self._open) > 1:
+            largest = max(self._open, key=lambda request: self._open[request].num_bytes)
+            yield from self._close(largest)
+            self._ignore(largest)
 
     def finish(self) -> Iterator[Stretch]:
         """End all stretches: the engine stopped, or a caller wants the present ones."""
         for request in list(self._open):
             yield from self._close(request)
+        self._ignored.clear()
 
     def forget(self) -> None:
         """Drop all open stretches."""
         self._open.clear()
+        self._ignored.clear()
         self._open_bytes = 0
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether there is no room for another request."""
+        return self._open_bytes > self.max_open_bytes // 2 or len(self._open) >= self._max_open
+
+    def _make_room(self) -> Iterator[Stretch]:
+        """While there is none: shorten the prompts held, then close silent requests, since their end was lost."""
+        if not self._is_short:
+            return
+        for current in self._open.values():
+            if (surplus := current.num_prompt_tokens - SHORT_PROMPT_ROWS) > 0:
+                self._open_bytes -= surplus * current.row_bytes
+                current.drop_first(surplus)
+        until_s = self._monotonic() - SILENT_S
+        while self._is_short and (request := next(iter(self._open), "")) and self._open[request].seen_s < until_s:
+            yield from self._close(request)
+
+    def _ignore(self, request: str) -> None:
+        """Take no more records of a request until it ends."""
+        self._ignored[request] = None
+        if len(self._ignored) > 4 * self._max_open:
+            self._ignored.popitem(last=False)  # its end was lost
 
     def _begins_anew(self, current: _Open, record: RingRecord) -> bool:
         overlap = min(current.end - record.first_position, len(record.token_ids))

@@ -45,13 +45,12 @@ class Feed:
         self.store = SampleStore(settings, hold_out, spill=spill)
         self._is_old = True
         """The record came before the ring was followed, so its time is unknown."""
-        most_bytes = max(settings.sample_bytes // 8, 1 << 20)
         self._assembler = SessionAssembler(
             settings.max_rows,
-            max_open_bytes=most_bytes,
             clock=self._now,
             context_of=lambda version: context_of(version) if self.is_fused else "",
         )
+        self.hold_to(settings.sample_bytes)
         self.features: tuple[int, int, int] | None = None
         """Width, type and kind of its rows, once there are any."""
 
@@ -64,6 +63,11 @@ class Feed:
     def num_bytes(self) -> int:
         """Memory held, including unfinished requests."""
         return self.store.num_bytes + self._assembler.open_bytes
+
+    def hold_to(self, cap_bytes: int) -> None:
+        """Hold no more than this from now on, and an eighth of it of unfinished requests."""
+        self.store.hold_to(cap_bytes)
+        self._assembler.max_open_bytes = max(cap_bytes // 8, 1 << 20)
 
     def poll(self, max_records: int) -> int:
         """Take in new records; returns their number."""
@@ -182,7 +186,7 @@ class Traffic:
     def _share(self) -> None:
         """Give each feed the same part of memory and disk."""
         for feed in self._feeds.values():
-            feed.store.hold_to(self._settings.sample_bytes // len(self._feeds))
+            feed.hold_to(self._settings.sample_bytes // len(self._feeds))
             if feed.store.spill is not None:
                 feed.store.spill.max_bytes = self._settings.spill_bytes // len(self._feeds)
 

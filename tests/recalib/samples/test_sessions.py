@@ -158,11 +158,48 @@ def test_requests_do_not_mix():
 
 
 def test_open_requests_are_bounded_in_number_and_bytes():
-    _, stretches = assemble(*(record(0, [i], request=str(i)) for i in range(5)), max_open=3)
-    assert [s.session for s in stretches] == ["s-0", "s-1"]
-    assembler, stretches = assemble(*(record(0, [i] * 10, request=str(i)) for i in range(5)), max_open_bytes=300)
-    assert len(stretches) == 3
-    assert assembler.open_bytes <= 300
+    """New ones are ignored until they end: the others go on as a whole."""
+    names = [str(i) for i in range(6)]
+    for limit in ({"max_open": 3}, {"max_open_bytes": 600}):  # 120 bytes each
+        begins = [record(0, [1] * 10, FLAG_PREFILL, name) for name in names]
+        rounds = [record(at, [2], request=name) for at in (10, 11) for name in names]
+        assembler, stretches = assemble(*begins, *rounds, *map(end, names), **limit)
+        assert [(s.session, s.num_rows, s.num_prompt_tokens) for s in stretches] == [(f"s-{i}", 12, 10) for i in range(3)]
+        assert assembler.open_bytes == 0
+        list(assembler.add(record(0, [1], request="5")))
+        assert assembler.open_bytes == 12, "its key is free again"
+
+
+def test_requests_that_grow_beyond_the_limit_are_cut_one_by_one():
+    names = list("abc")
+    begins = [record(0, [1] * 10, FLAG_PREFILL, name) for name in names]
+    rounds = [record(10 + at, [2], request=name) for at in range(20) for name in names]
+    assembler, stretches = assemble(*begins, *rounds, max_open_bytes=600)
+    assert assembler.open_bytes <= 600
+    assert [s.session for s in (*stretches, *assembler.finish())] == ["s-a", "s-b", "s-c"]
+    assert stretches[0].num_rows > 15
+    assert stretches[1].num_rows > 20
+
+
+def test_prompts_are_shortened_while_memory_is_short(monkeypatch):
+    monkeypatch.setattr("honed.recalib.samples.sessions.SHORT_PROMPT_ROWS", 3)
+    begins = [record(0, range(20), FLAG_PREFILL, name) for name in "abc"]
+    rounds = [record(20, [20, 21], request=name) for name in "abc"]
+    assembler, stretches = assemble(*begins, *rounds, *map(end, "abc"), max_open_bytes=400)
+    assert [(s.first_position, s.num_rows, s.num_prompt_tokens) for s in stretches] == [(17, 5, 3), (17, 5, 3), (0, 22, 20)]
+    assert assembler.open_bytes == 0
+    for stretch in stretches:
+        check(stretch)
+
+
+def test_only_what_was_silent_for_long_is_given_up():
+    now = [0.0]
+    assembler = SessionAssembler(max_open=2, monotonic=lambda: now[0])
+    found = []
+    for now[0], name, first in ((0.0, "a", 0), (5.0, "b", 0), (9.0, "c", 0), (12.0, "d", 0), (13.0, "b", 1)):
+        found += assembler.add(record(first, [1], request=name))
+    assert [s.session for s in found] == ["s-a"]
+    assert sorted(s.session for s in assembler.finish()) == ["s-b", "s-d"]
 
 
 def test_finish_and_forget():

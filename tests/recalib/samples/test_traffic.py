@@ -64,6 +64,18 @@ def test_all_engines_together_hold_no_more_than_the_limit(tmp_path):
     assert all(feed.store.num_stretches for feed in traffic.feeds)
 
 
+def test_unfinished_requests_of_all_engines_together_hold_an_eighth_of_the_limit(tmp_path):
+    traffic = follow(tmp_path, sample_bytes=32 << 20)
+    rings = [ring_of(tmp_path, f"e{i}", 1 << 12) for i in range(4)]
+    drain(traffic)
+    for at in range(0, 60, 10):
+        for ring in rings:
+            for name in "abcdef":
+                ring.write_rows(name, "a", "", at, np.arange(10, dtype=np.int32), np.zeros((10, 1 << 12), np.uint16))
+                drain(traffic)
+    assert 2 << 20 < sum(feed.num_bytes - feed.store.num_bytes for feed in traffic.feeds) <= 4 << 20
+
+
 def test_an_engine_that_is_gone_for_good_takes_no_memory(tmp_path):
     clock = [0.0]
     traffic = Traffic(tmp_path, SampleSettings(sample_bytes=20_000), HoldOut(b"k" * 16), monotonic=lambda: clock[0])
