@@ -395,6 +395,7 @@ SWAP: tuple[Clause, ...] = (
     ),
     Attributes("distributed/weight_transfer/base.py", "WeightTransferEngine", ("model_config",)),
     Method(_SCHED, "Scheduler", "reset_prefix_cache", ("reset_running_requests",)),
+    Method(_SCHED, "Scheduler", "reset_connector_cache"),
     Attributes(
         _DFLASH,
         "DFlashQwen3Model",

@@ -501,6 +501,9 @@ class Attachment:
                 self._scheduler.reset_prefix_cache(reset_running_requests=True)
             except RuntimeError as error:  # blocks held by something not running: a waiting session, a KV transfer
                 logger.warning("honed: context K/V of the old weights stay cached, and lower acceptance where hit: %s", error)
+            # By itself: vLLM leaves it out where the above fails.
+            if not self._scheduler.reset_connector_cache():
+                logger.warning("honed: the KV connector keeps context K/V of the old weights, which lower acceptance where hit")
 
     def _on_lost(self) -> None:
         logger.warning("honed: copying a drafter version failed half way; the daemon must restore one")

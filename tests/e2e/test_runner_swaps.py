@@ -69,6 +69,27 @@ def test_a_copy_that_fails_half_way_leaves_no_known_version(
     assert attached.checksum() == before
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_kv_connector_gives_back_no_context_of_the_old_weights(
+    attached: TestEngine, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    scheduler, calls = attached.scheduler, list[str]()
+    reset = scheduler.reset_prefix_cache
+
+    def reset_prefix_cache(**arguments: bool) -> bool:
+        calls.append("prefix")
+        if fails:
+            raise RuntimeError("a request waits for a remote KV transfer")
+        return bool(reset(**arguments))
+
+    monkeypatch.setattr(scheduler, "reset_prefix_cache", reset_prefix_cache)
+    monkeypatch.setattr(scheduler, "reset_connector_cache", lambda: calls.append("connector"))
+    assert swap(attached, "stock", DRAFTER).ok
+    assert calls == []
+    assert swap(attached, "stock", DRAFTER, drops_cache=True).ok
+    assert calls == ["prefix", "connector"]
+
+
 def test_an_engine_without_requests_that_steps_along_takes_a_swap(attached: TestEngine, tmp_path: Path) -> None:
     """As a replica does whose experts another one needs: it is never idle, and has nothing to schedule."""
     attached.honed.before_schedule()
