@@ -30,13 +30,18 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from honed.adapt.protocol.ranges import COUNT, PROBABILITY, SHARE, Range, Ranges, check_ranges
+from honed.adapt.protocol.ranges import COUNT, SHARE, Range, Ranges, check_ranges
 from honed.adapt.protocol.wire import GateFigures
 
 if TYPE_CHECKING:
     from honed.recalib.gate.evaluate import SessionFigures
 
 # Letters: S sessions, R resamples.
+
+SWAPS_PER_ERROR = 10
+"""Random swaps for each time that the error goes into 1: p is told from it well enough."""
+MOST_AT_ONCE = 1 << 14
+"""Swaps in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class GateSettings:
     """Probability that no candidate passes that equals its parent, over all attempts and blends that answer one alarm.
     Confidence of the interval, too."""
     resamples: int = 2000
-    """Resamples of the bootstrap, and swaps of the test where there are too many to try all."""
+    """Resamples of the bootstrap, and swaps of the test where there are too many to try all. A small error takes more swaps."""
     seed: int = 0
     """Seed of both."""
 
@@ -61,7 +66,7 @@ class GateSettings:
         "min_sessions": COUNT,
         "margin": Range(0, 10),
         "max_loss": SHARE,
-        "confidence": PROBABILITY,
+        "confidence": Range(0, 0.9999, excludes_low=True),
         "resamples": Range(100, 1_000_000),
         "seed": Range(0),
     }
@@ -72,6 +77,10 @@ class GateSettings:
     def error(self, share: float) -> float:
         """Largest p that passes in an attempt with this share of the error."""
         return (1.0 - self.confidence) * share
+
+    def num_swaps(self, share: float) -> int:
+        """Random swaps of the test: n of them give p = 1 / (n + 1) at best, so that few could let nothing pass."""
+        return max(self.resamples, math.ceil(SWAPS_PER_ERROR / self.error(share)))
 
     def sessions_needed(self, share: float) -> int:
         """Held-out sessions with which a candidate can pass: n of them give p = 2^-n at best."""
@@ -152,7 +161,7 @@ def _pairs(before: Counts, after: Counts, workloads: Iterable[str]) -> NDArray[n
 
 def _judge_gain(workload: str, pairs: NDArray[np.int64], settings: GateSettings, share: float) -> tuple[GateFigures, str]:
     low, high, parent, candidate = _interval(pairs, settings)
-    p_value = swap_p_value(pairs, settings.resamples, settings.seed)
+    p_value = swap_p_value(pairs, settings.num_swaps(share), settings.seed)
     named = f"workload {workload!r}" if workload else "the traffic as a whole"
     needed, most = settings.sessions_needed(share), settings.error(share)
     reason = ""
@@ -228,14 +237,20 @@ def swap_p_value(pairs: NDArray[np.int64], resamples: int, seed: int) -> float: 
     if not num_sessions:
         return 1.0
     is_whole = 2.0**num_sessions <= resamples + 1
-    if is_whole:
-        swaps = np.arange(2**num_sessions)[:, None] >> np.arange(num_sessions) & 1  # [2^S, S]
-    else:
-        swaps = np.random.default_rng(seed).integers(0, 2, (resamples + 1, num_sessions))
-        swaps[0] = 0
-    parent, candidate = _lengths(pairs.sum(axis=0) + swaps @ (pairs[:, [2, 3, 0, 1]] - pairs))
-    gains = candidate / parent
-    return float(np.mean(gains >= gains[0] * (1.0 - 1e-12)))
+    num_swaps, rng = 2**num_sessions if is_whole else resamples + 1, np.random.default_rng(seed)
+    found, num_larger = math.inf, 0
+    for first in range(0, num_swaps, MOST_AT_ONCE):
+        numbers = np.arange(first, min(first + MOST_AT_ONCE, num_swaps))
+        if is_whole:
+            swaps = numbers[:, None] >> np.arange(num_sessions) & 1  # [up to MOST_AT_ONCE, S]
+        else:
+            swaps = rng.integers(0, 2, (len(numbers), num_sessions))
+            swaps[numbers == 0] = 0
+        parent, candidate = _lengths(pairs.sum(axis=0) + swaps @ (pairs[:, [2, 3, 0, 1]] - pairs))
+        gains = candidate / parent
+        found = float(gains[0]) if first == 0 else found
+        num_larger += int(np.sum(gains >= found * (1.0 - 1e-12)))
+    return num_larger / num_swaps
 
 
 def _lengths(sums: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:  # [..., 4] -> 2 x [...]

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from honed.recalib.gate import gate
 from honed.recalib.gate.evaluate import SessionFigures
 from honed.recalib.gate.gate import GateSettings, judge, swap_p_value
 
@@ -94,6 +95,28 @@ def test_an_attempt_with_a_small_share_of_the_error_needs_more_sessions():
     verdict = judge(sessions("a", 7, 1.0), sessions("a", 7, 1.5), ["a"], SETTINGS, share=0.1)
     assert "7 held-out sessions, 8 are needed" in verdict.reasons[0]
     assert judge(sessions("a", 8, 1.0), sessions("a", 8, 1.5), ["a"], SETTINGS, share=0.1).passed
+
+
+@pytest.mark.parametrize("share", [0.5, 0.1])
+def test_with_a_high_confidence_a_clear_gain_passes_in_every_attempt(share):
+    """2,000 swaps give p = 1/2001 at best, which was too much for all attempts but the first."""
+    settings = GateSettings(confidence=0.999)
+    before, after = sessions("a", 40, 1.0), sessions("a", 40, 1.3)
+    verdict = judge(before, after, ["a"], settings, share=share)
+    assert verdict.passed, verdict.reasons
+    assert 0.0 < verdict.figures[0].p_value <= settings.error(share)
+
+
+def test_a_confidence_that_no_test_could_reach_is_refused():
+    with pytest.raises(ValueError, match=r"confidence.*at most 0\.9999"):
+        GateSettings(confidence=0.99999)
+
+
+def test_swaps_are_counted_alike_in_parts(monkeypatch):
+    pairs = np.array([[60, 60 + i, 60, 62 + (i * 7) % 5] for i in range(16)])
+    whole = swap_p_value(pairs, 1 << 16, 0), swap_p_value(pairs, 5000, 0)
+    monkeypatch.setattr(gate, "MOST_AT_ONCE", 1000)
+    assert (swap_p_value(pairs, 1 << 16, 0), swap_p_value(pairs, 5000, 0)) == whole
 
 
 @pytest.mark.parametrize("seed", range(5))
