@@ -16,7 +16,7 @@ import msgspec
 
 from honed.daemon.page import weights
 from honed.daemon.service import Service
-from honed.daemon.store.rollups import Counts, from_json
+from honed.daemon.store.rollups import POSITION_SUMS, SUMS, Counts
 from honed.daemon.store.store import Store
 from honed.daemon.views import views
 from honed.daemon.views.findings import findings
@@ -27,7 +27,6 @@ MOST_WORKLOADS = 6
 """Most distinguishable lines; the rest is summed as "others"."""
 MOST_POSITIONS = 24
 MOST_ENGINES = 8
-MOST_ROWS = 100_000
 OTHERS = "others"
 ENGINE_FIELDS = (
     "engine_id",
@@ -128,22 +127,14 @@ def document(service: Service, name: str) -> Document:
 def series(store: Store, window: Window, times: list[int]) -> Document:
     """Acceptance by workload, and by workload and position, a value for each time; null if nothing was verified."""
     rows = store.scan(
-        """SELECT bucket_s, workload, rounds, draft_tokens, accepted_tokens, tried_by_position, accepted_by_position
-           FROM rollups WHERE resolution_s = ? AND bucket_s >= ? AND bucket_s < ? LIMIT ?""",
-        (window.resolution_s, times[0], times[-1] + window.step_s, MOST_ROWS),
+        f"""SELECT (bucket_s - ?1) / ?2 AS time, workload, {SUMS}, {POSITION_SUMS} FROM rollups
+            WHERE resolution_s = ?3 AND bucket_s >= ?1 AND bucket_s < ?4 GROUP BY 1, 2""",
+        (times[0], window.step_s, window.resolution_s, times[-1] + window.step_s),
     )
     cells: dict[str, dict[int, Counts]] = defaultdict(lambda: defaultdict(Counts))
     totals: dict[str, int] = defaultdict(int)
     for row in rows:
-        counts = Counts(
-            row["rounds"],
-            row["draft_tokens"],
-            row["accepted_tokens"],
-            tried=from_json(row["tried_by_position"]),
-            accepted=from_json(row["accepted_by_position"]),
-        )
-        index = (row["bucket_s"] - times[0]) // window.step_s
-        cells[row["workload"]][index].add(counts)
+        cells[row["workload"]][row["time"]] = Counts.from_sums(row)
         totals[row["workload"]] += row["rounds"]
     merged = merge(cells, sorted(totals, key=lambda name: (-totals[name], name)))
     found = [

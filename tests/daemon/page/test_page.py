@@ -17,9 +17,10 @@ from honed.adapt.protocol import wire
 from honed.daemon.api.app import make_app, make_read_only_app
 from honed.daemon.errors import StoreError
 from honed.daemon.page import document as page_document
-from honed.daemon.page.document import CACHE_S, MOST_WORKLOADS, OTHERS, PageDocuments
+from honed.daemon.page.document import CACHE_S, MOST_WORKLOADS, OTHERS, WINDOWS, PageDocuments
 from honed.daemon.page.page import FOLDER, page
 from honed.daemon.service import Service
+from honed.daemon.store.rollups import Counts
 from honed.daemon.views import views
 from honed.recalib.registry.manifest import Figures
 from tests.daemon.conftest import wait_for, wait_learned
@@ -192,6 +193,19 @@ def test_many_workloads_become_one_line(client: TestClient, service: Service, ma
     assert names == ["w11", "w10", "w9", "w8", "w7", OTHERS]
     assert len(names) == MOST_WORKLOADS
     assert sum(found["acceptance"][-1]["rounds"]) == sum(range(1, 7))
+
+
+def test_the_plot_has_the_newest_of_many_rounds(service: Service) -> None:
+    """Rows beyond 100,000, the newest, were left out."""
+    until = int(service.clock()) // 5 * 5
+    row = {"resolution_s": 1, "engine_id": "e", "drafter_version": "", "stored_s": until} | Counts(rounds=1).row()
+    names, places = ", ".join(row), ", ".join(f":{name}" for name in row)
+    every = "seconds(t) AS (VALUES (:until - 300) UNION ALL SELECT t + 1 FROM seconds WHERE t < :until - 1)"
+    cells = "cells(n) AS (VALUES (0) UNION ALL SELECT n + 1 FROM cells WHERE n < 339)"
+    sql = f"INSERT INTO rollups (bucket_s, workload, {names}) WITH {every}, {cells} SELECT t, n, {places} FROM seconds, cells"
+    service.store.write(lambda db: db.conn.execute(sql, row | {"until": until}) and None)
+    series = page_document.series(service.store, WINDOWS["5min"], list(range(until - 300, until, 5)))
+    assert {rounds for line in series["acceptance"] for rounds in line["rounds"]} == {5, 5 * (340 - MOST_WORKLOADS + 1)}
 
 
 def test_what_operators_write_stays_out(stage: Stage) -> None:  # noqa: F811
