@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from honed.daemon.page import weights
 from honed.daemon.service import Service
+from honed.daemon.settings.sections import StoreSettings
 from honed.daemon.store.rollups import POSITION_SUMS, SUMS, Counts
 from honed.daemon.store.store import Store
 from honed.daemon.views import views
@@ -99,7 +100,7 @@ class PageDocuments:
 
 def document(service: Service, name: str) -> Document:
     """All data of the page. Raises StoreError."""
-    window = WINDOWS[name]
+    window = kept_window(WINDOWS[name], service.settings.store)
     until = int(service.clock()) // window.step_s * window.step_s + window.step_s
     times = list(range(until - window.span_s, until, window.step_s))
     status = views.status(service)
@@ -116,12 +117,20 @@ def document(service: Service, name: str) -> Document:
         "engines": [{field: engine[field] for field in ENGINE_FIELDS} for engine in engines],
         "operation": weights.progress(status["operation"]),
         "overrides": [{field: one[field] for field in ("name", "value", "ttl_s")} for one in status["overrides"]],
-        "workloads": views.workloads(service, float(window.span_s), window.resolution_s, believed),
+        "workloads": views.workloads(service, float(WINDOWS[name].span_s), window.resolution_s, believed),
         **series(service.store, window, times),
         "load": [load(service, engine_id, since, beliefs) for engine_id, beliefs in believed.items()],
         **weights.weights(service),
         "marks": marks(service.store, since),
     }
+
+
+def kept_window(window: Window, settings: StoreSettings) -> Window:
+    """The window with a resolution that is kept for so long; if that is coarser than its steps, these are as long."""
+    resolution_s = settings.finest_kept(window.span_s, window.resolution_s)
+    if resolution_s <= window.step_s:
+        return replace(window, resolution_s=resolution_s)
+    return Window(window.span_s + resolution_s, resolution_s, resolution_s)
 
 
 def series(store: Store, window: Window, times: list[int]) -> Document:

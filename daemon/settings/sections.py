@@ -6,6 +6,7 @@ Unknown keys and numbers out of range are refused. `RANGES`, here and in the dat
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -118,6 +119,16 @@ class StoreSettings(Section):
     """Limit of received, uncommitted batches. Further ones stay with their engines, unacknowledged."""
     commit_interval_s: float = 0.05
     """Time for which the writer gathers batches for one commit."""
+
+    def finest_kept(self, span_s: float, finest_s: int) -> int:
+        """Resolution in seconds of the sums to read for a time that goes back `span_s`.
+
+        It is the finest one from `finest_s` on that is kept for so long, else the one that is kept longest.
+        """
+        ages = {1: self.max_age_1s_s, 60: self.max_age_1min_s, 3600: self.max_age_1h_s}
+        kept = {resolution: age_s or math.inf for resolution, age_s in ages.items()}
+        long_enough = [resolution for resolution in kept if resolution >= finest_s and kept[resolution] >= span_s]
+        return long_enough[0] if long_enough else max(kept, key=lambda resolution: (kept[resolution], resolution))
 
     RANGES: ClassVar[Ranges] = {
         "max_raw_bytes": Range(0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -11,6 +12,7 @@ import numpy as np
 
 from honed.daemon.errors import UnknownError, there_are
 from honed.daemon.service import Service
+from honed.daemon.settings.sections import StoreSettings
 from honed.daemon.store import canary_tables
 from honed.daemon.store.rollups import POSITION_SUMS, SUMS, Counts
 from honed.daemon.store.store import Store
@@ -37,7 +39,7 @@ def acceptance(counts: Counts) -> dict[str, Any]:
 
 def status(service: Service) -> dict[str, Any]:
     """Overview of the service."""
-    recent = recent_by_engine(service.store, service.clock())
+    recent = recent_by_engine(service.store, service.settings.store, service.clock())
     last_minute = Counts()
     for counts, _ in recent.values():
         last_minute.add(counts)
@@ -92,7 +94,7 @@ def status(service: Service) -> dict[str, Any]:
 
 def engines(service: Service, recent: dict[str, tuple[Counts, float]] | None = None) -> list[dict[str, Any]]:
     """All engines seen since the daemon started."""
-    found = recent if recent is not None else recent_by_engine(service.store, service.clock())
+    found = recent if recent is not None else recent_by_engine(service.store, service.settings.store, service.clock())
     with service.lock:
         now_s = service.monotonic()
         documents = []
@@ -104,23 +106,28 @@ def engines(service: Service, recent: dict[str, tuple[Counts, float]] | None = N
         return documents
 
 
-def recent_by_engine(store: Store, now_unix_s: float) -> dict[str, tuple[Counts, float]]:
-    """Each engine's rounds of the last minute, without positions, and its recent tokens per second."""
-    now = int(now_unix_s)
+def recent_by_engine(store: Store, settings: StoreSettings, now_unix_s: float) -> dict[str, tuple[Counts, float]]:
+    """Each engine's rounds of the last minute, without positions, and its recent tokens per second.
+
+    Where sums by second are kept for less than that, they are those since the full minute or hour before.
+    """
+    now, resolution = int(now_unix_s), settings.finest_kept(RECENT_S, 1)
+    since = (now - RECENT_S) // resolution * resolution
+    # The present second isn't over; the last one may not be committed yet.
+    rated = range(now - RATE_S - 1, now - 1) if resolution == 1 else range(since, now)
     found: dict[str, tuple[Counts, float]] = {}
     delivered: dict[str, int] = defaultdict(int)
     rows = store.scan(
-        f"""SELECT engine_id, bucket_s, {SUMS} FROM rollups WHERE resolution_s = 1 AND bucket_s BETWEEN ? AND ?
+        f"""SELECT engine_id, bucket_s, {SUMS} FROM rollups WHERE resolution_s = ? AND bucket_s BETWEEN ? AND ?
             GROUP BY bucket_s, engine_id""",
-        (now - RECENT_S, now),
+        (resolution, since, now),
     )
     for row in rows:
         counts, _ = found.setdefault(row["engine_id"], (Counts(), 0.0))
         counts.add(Counts.from_sums(row))
-        # The present second isn't over; the last one may not be committed yet.
-        if now - RATE_S - 1 <= row["bucket_s"] < now - 1:
+        if row["bucket_s"] in rated:
             delivered[row["engine_id"]] += row["delivered_tokens"]
-    return {engine_id: (counts, delivered[engine_id] / RATE_S) for engine_id, (counts, _) in found.items()}
+    return {engine_id: (counts, delivered[engine_id] / len(rated)) for engine_id, (counts, _) in found.items()}
 
 
 def total_counts(store: Store) -> Counts:
@@ -145,11 +152,11 @@ def workloads(
     """Sums by engine, workload and drafter version over the last `window_s` seconds (0: all time).
 
     Args:
-        resolution_s: of the roll-ups to read; 0: the finest kept for that long.
+        resolution_s: of the roll-ups to read; 0: one that fits the window and is kept for that long.
         believed: a result of `beliefs`, if available.
     """
     finest = 1 if 0 < window_s <= 600 else 60 if 0 < window_s <= 86400 else 3600
-    resolution = resolution_s or finest
+    resolution = resolution_s or service.settings.store.finest_kept(window_s or math.inf, finest)
     now = int(service.clock())
     since, until = (int(now - window_s) // resolution * resolution, now) if window_s else (0, 1 << 62)
     rows = service.store.scan(

@@ -1,12 +1,19 @@
-"""Rounds that a wrong clock has dated later than now aren't recent."""
+"""Sums over a time: none of rounds that a wrong clock has dated later than now, all of those that are kept."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from honed.daemon.page import document
+from honed.daemon.service import Service
+from honed.daemon.settings.sections import StoreSettings
+from honed.daemon.settings.settings import Settings, load
 from honed.daemon.store.store import Store
+from honed.daemon.views import views
 from honed.daemon.views.views import MAX_POINTS, recent_by_engine, timeline
-from tests.daemon.conftest import Clock
+from tests.daemon.conftest import Clock, flags_in
 from tests.daemon.fake_engine import make_batch
 from tests.daemon.store.test_store import put, stored
 
@@ -15,7 +22,7 @@ from tests.daemon.store.test_store import put, stored
 def test_rounds_of_a_time_to_come_are_not_recent(store: Store, clock: Clock) -> None:
     for seq, moment_s in ((1, clock.now + 86400.0), (2, clock.now - 5.0)):
         put(store, stored(make_batch(seq, unix_ns=int(moment_s * 1e9)), moment_s))
-    counts, _ = recent_by_engine(store, clock.now)["engine-0"]
+    counts, _ = recent_by_engine(store, StoreSettings(), clock.now)["engine-0"]
     assert counts.rounds == 8
     points = timeline(store, "1s", clock.now - 60.0, clock.now, "")["points"]
     assert sum(point["rounds"] for point in points) == 8
@@ -29,3 +36,46 @@ def test_a_timeline_goes_back_as_far_as_it_has_points(store: Store, clock: Clock
         put(store, stored(make_batch(seq, unix_ns=int(moment_s * 1e9)), moment_s))
     (point,) = timeline(store, resolution, 0.0, clock.now, "")["points"]
     assert point["t"] > clock.now - MAX_POINTS * step_s
+
+
+@pytest.fixture
+def settings(folder: Path) -> Settings:
+    """Sums by second that are kept for less than the views' windows."""
+    flags = flags_in(folder)
+    kept = {"max_age_1s_s": 30.0, "max_age_1min_s": 1800.0}
+    return load(None, flags | {"store": flags["store"] | kept}, env={})
+
+
+def test_sums_are_of_the_whole_window_however_short_some_are_kept(service: Service) -> None:
+    now = service.clock()
+    for seq, moment_s in ((1, now - 50.0), (2, now - 10.0), (3, now - 3000.0)):
+        put(service.store, stored(make_batch(seq, unix_ns=int(moment_s * 1e9)), moment_s))
+    for resolution, age_s in ((1, 30), (60, 1800)):  # as pruned
+        delete = f"DELETE FROM rollups WHERE resolution_s = {resolution} AND bucket_s < {int(now) - age_s}"
+        service.store.write(lambda db, delete=delete: db.conn.execute(delete) and None)  # type: ignore[misc]
+    recent, tokens_per_s = recent_by_engine(service.store, service.settings.store, now)["engine-0"]
+    assert recent.rounds == 16
+    assert 0.0 < tokens_per_s < 1.0
+    assert [views.workloads(service, window_s)[0]["rounds"] for window_s in (60.0, 600.0, 3600.0, 0.0)] == [16, 16, 24, 24]
+    for window, rounds in (("5min", 16), ("1h", 24), ("7d", 24)):
+        found = document.document(service, window)
+        assert sum(row["rounds"] for row in found["workloads"]) == rounds
+        assert sum(sum(line["rounds"]) for line in found["acceptance"]) == rounds
+
+
+@pytest.mark.parametrize(
+    ("ages", "span_s", "finest_s", "resolution"),
+    [
+        ((0, 0, 0), 1e12, 1, 1),
+        ((60, 3600, 0), 60, 1, 1),
+        ((60, 3600, 0), 61, 1, 60),
+        ((60, 3600, 0), 60, 3600, 3600),
+        ((60, 3600, 7200), 1e6, 1, 3600),
+        ((60, 0, 7200), 1e6, 3600, 60),
+    ],
+)
+def test_the_finest_sums_that_are_kept_for_so_long(
+    ages: tuple[float, float, float], span_s: float, finest_s: int, resolution: int
+) -> None:
+    settings = StoreSettings(max_age_1s_s=ages[0], max_age_1min_s=ages[1], max_age_1h_s=ages[2])
+    assert settings.finest_kept(span_s, finest_s) == resolution
