@@ -12,17 +12,22 @@ from honed.daemon.store.age import AgeClock
 from honed.daemon.store.batch_tables import ADD_RAW_BYTES
 
 BATCHES_PER_ROUND = 2000
+ROLLUPS_PER_ROUND = 20_000
 PAGES_PER_ROUND = 2000
 EVERY_S = 10.0
 SOON_S = 0.5
 """Pause between rounds while work is left, so that batches are committed in between."""
-
 
 MOST_SILENT_BOOTS = 1000
 """Boots that said hello and never sent a batch: so many of the latest are kept."""
 _DELETE_SILENT_BOOTS = """
 DELETE FROM boots WHERE batches = 0 AND last_seen_unix_ns <
   (SELECT last_seen_unix_ns FROM boots WHERE batches = 0 ORDER BY last_seen_unix_ns DESC LIMIT 1 OFFSET ?)
+"""
+_DELETE_ROLLUPS = """
+DELETE FROM rollups WHERE (resolution_s, bucket_s, engine_id, workload, drafter_version) IN (
+  SELECT resolution_s, bucket_s, engine_id, workload, drafter_version FROM rollups
+  WHERE resolution_s = ? AND stored_s < ? ORDER BY stored_s LIMIT ?)
 """
 
 
@@ -50,8 +55,8 @@ class Pruning:
         self._due_s = now_s + EVERY_S  # in case the database refuses
         with db.atomic():
             self._age.save(db)
-            deleted = apply_deletions(db, self._settings, self._age.now_s())
-        if _give_pages_back(db) or deleted == BATCHES_PER_ROUND:
+            is_full = apply_deletions(db, self._settings, self._age.now_s())
+        if _give_pages_back(db) or is_full:
             self._due_s = now_s + SOON_S
 
 
@@ -66,18 +71,19 @@ def _num_free_pages(db: Database) -> int:
     return int(db.conn.execute("PRAGMA freelist_count").fetchone()[0])
 
 
-def apply_deletions(db: Database, settings: StoreSettings, now_s: float) -> int:
-    """Delete data above the age or size limits, at most one round's. Returns the number of deleted raw batches.
+def apply_deletions(db: Database, settings: StoreSettings, now_s: float) -> bool:
+    """Delete data above the age or size limits, at most one round's. True if that was a full round's: more may be left.
 
     Args:
         now_s: of the AgeClock.
     """
     db.conn.execute(_DELETE_SILENT_BOOTS, (MOST_SILENT_BOOTS,))
     ages = {1: settings.max_age_1s_s, 60: settings.max_age_1min_s, 3600: settings.max_age_1h_s}
+    room = ROLLUPS_PER_ROUND
     for resolution, age_s in ages.items():
         if age_s:
-            db.conn.execute("DELETE FROM rollups WHERE resolution_s = ? AND stored_s < ?", (resolution, int(now_s - age_s)))
-    return _delete_batches(db, settings, now_s)
+            room -= db.conn.execute(_DELETE_ROLLUPS, (resolution, int(now_s - age_s), room)).rowcount
+    return _delete_batches(db, settings, now_s) == BATCHES_PER_ROUND or room == 0
 
 
 def _delete_batches(db: Database, settings: StoreSettings, now_s: float) -> int:

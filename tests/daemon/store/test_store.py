@@ -356,14 +356,14 @@ def insert(store: Store, batch: StoredBatch, age_s: float = 0.0) -> None:
     store.write(lambda db: batch_tables.insert(db, [batch], now_s))
 
 
-def delete(store: Store, settings: StoreSettings) -> int:
+def delete(store: Store, settings: StoreSettings) -> bool:
     return store.write(lambda db: pruning.apply_deletions(db, settings, store._age.now_s()))
 
 
 def test_old_raw_batches_go_and_their_sums_stay(store: Store, clock: Clock) -> None:
     insert(store, stored(make_batch(1), clock.now), 100.0)
     insert(store, stored(make_batch(2), clock.now))
-    assert delete(store, StoreSettings(max_raw_age_s=50)) == 1
+    assert not delete(store, StoreSettings(max_raw_age_s=50)), "nothing is left for a further round"
     assert [row["seq"] for row in store.read("SELECT seq FROM batches")] == [2]
     assert store.read("SELECT rounds FROM boots")[0]["rounds"] == 16
 
@@ -403,6 +403,21 @@ def test_too_much_is_given_back_round_after_round(store: Store, clock: Clock, mo
     for _ in range(3):
         store.write(passes.run)
         rest.append((store.read("SELECT count(*) AS n FROM batches")[0]["n"], passes.due_in_s()))
+        clock.now += passes.due_in_s()
+    assert rest == [(3, pruning.SOON_S), (1, pruning.SOON_S), (0, pruning.EVERY_S)]
+
+
+def test_old_sums_go_round_after_round(store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a long stop a transaction of millions held up a write for 17 s."""
+    monkeypatch.setattr(pruning, "ROLLUPS_PER_ROUND", 2)
+    for seq in range(1, 6):
+        insert(store, stored(make_batch(seq, unix_ns=int((clock.now - seq) * 1e9)), clock.now), 1000.0)
+    passes = Pruning(StoreSettings(max_age_1s_s=500), store._age, clock)
+    rest = []
+    for _ in range(3):
+        store.write(passes.run)
+        (left,) = store.read("SELECT count(*) FILTER (WHERE resolution_s = 1) AS n FROM rollups")
+        rest.append((left["n"], passes.due_in_s()))
         clock.now += passes.due_in_s()
     assert rest == [(3, pruning.SOON_S), (1, pruning.SOON_S), (0, pruning.EVERY_S)]
 
