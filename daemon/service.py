@@ -220,7 +220,7 @@ class Service:
             self.steering,
             settings.paths.database,
             lock=self.lock,
-            in_background=self._learning.submit,
+            in_background=self.in_learning,
             tell_of_trial=self.canaries.tell_of_trial,
             on_ready=lambda: self.steer(self.monotonic()),
         )
@@ -295,8 +295,12 @@ class Service:
         self.journal.insert("meta", {"key": _PAUSED, "value": int(is_paused)}, key="key")
 
     def in_background(self, job: Callable[[], None]) -> None:
-        """Run a long job, which takes the lock only when needed."""
-        self._background.submit(job)
+        """Run a long job, which takes the lock only when needed. What it raises is logged."""
+        self._background.submit(_logging(job))
+
+    def in_learning(self, job: Callable[[], None]) -> None:
+        """Run a replay of the log likewise."""
+        self._learning.submit(_logging(job))
 
     def _on_refusal(self, version: str) -> None:
         self.in_background(lambda: self.drafters.read_ahead(version))
@@ -428,3 +432,15 @@ class Service:
     def on_commit(self, group: list[StoredBatch]) -> None:
         with self.lock:
             self.ingest.on_commit(group)
+
+
+def _logging(job: Callable[[], None]) -> Callable[[], None]:
+    """A job whose exceptions are logged: nobody asks for its future."""
+
+    def run() -> None:
+        try:
+            job()
+        except Exception as error:
+            log.exception("a job in the background failed", error=str(error))
+
+    return run

@@ -11,8 +11,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import structlog
+
 from honed.adapt.protocol import wire
-from honed.daemon.errors import ConflictError, HonedError
+from honed.daemon.errors import ConflictError
 from honed.daemon.ingest.engines import Engines
 from honed.daemon.lifecycle.drafters import Drafters
 from honed.daemon.lifecycle.eligible_engines import TAKE_BACK, foreign
@@ -21,6 +23,8 @@ from honed.daemon.lifecycle.swaps import Swaps
 from honed.daemon.store.journal import Journal
 from honed.daemon.store.operations import Operation, Operations
 from honed.recalib.registry.weights_digest import weights_digests
+
+log = structlog.get_logger("honed.checksums")
 
 TIMEOUT_S = 60.0
 
@@ -105,8 +109,9 @@ class Checksums:
         try:
             expected = weights_digests(self._drafters.path(asked.version) / "model.safetensors")
             error = "" if reported in expected else f"it does not run the weights of {asked.version}: promote it anew (--force)"
-        except (OSError, ValueError, HonedError) as failure:
-            error = str(failure)
+        except Exception as failure:  # whatever it is, the operation must end
+            log.exception("a checksum can't be compared", version=asked.version, error=str(failure))
+            error = str(failure) or type(failure).__name__
         with self._lock:
             self._finish(asked, error, reported)
 

@@ -317,20 +317,34 @@ class Recalibrations:
         self._in_background(lambda: self._offer(operation, result.version, detail))
 
     def _offer(self, operation: Operation, version: str, detail: dict[str, Any]) -> None:
-        """Start a candidate's trial, unless the operation ended while its files were read."""
-        self._drafters.read_ahead(version)
-        with self._lock:
-            if self._rollout.training is not operation:
-                return
-            try:
-                if (active := self._drafters.active) != self._parent:
-                    raise ConflictError(f"{active} became active meanwhile; the candidate was made from {self._parent}")
-                self._operations.move(operation, **detail)
-                self._lifecycle.try_out(operation, version)
-            except HonedError as error:
-                self._end_training("failed", str(error), **detail)
-                return
-            self._rollout.training, self._ended_s = None, self._monotonic()
+        """Start a candidate's trial, unless the operation ended while its files were read. A failure ends the training."""
+        try:
+            self._drafters.read_ahead(version)
+            with self._lock:
+                self._begin_trial(operation, version, detail)
+        except Exception as error:
+            log.exception("a candidate can't be tried out", version=version, error=str(error))
+            why = f"{type(error).__name__}: {error}"
+            with self._lock:
+                try:
+                    if self._rollout.trial is not None and self._rollout.trial.operation_id == operation.operation_id:
+                        self._canaries.stop(why)
+                finally:
+                    if self._rollout.training is operation:
+                        self._end_training("failed", why, **detail)
+
+    def _begin_trial(self, operation: Operation, version: str, detail: dict[str, Any]) -> None:
+        if self._rollout.training is not operation:
+            return
+        try:
+            if (active := self._drafters.active) != self._parent:
+                raise ConflictError(f"{active} became active meanwhile; the candidate was made from {self._parent}")
+            self._operations.move(operation, **detail)
+            self._lifecycle.try_out(operation, version)
+        except HonedError as error:
+            self._end_training("failed", str(error), **detail)
+            return
+        self._rollout.training, self._ended_s = None, self._monotonic()
 
     def _ask_again(self, operation: Operation) -> None:
         """Ask the restarted trainer again. It resumes from its saved state, which may be what kills it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -262,6 +263,21 @@ def test_engines_are_steered_though_another_part_of_the_tick_fails(
         service.overrides.set("draft_tokens", 1, 60, "", "operator")
         service.tick(service.monotonic())
     engine.expect(wire.Policy, lambda policy: policy.override == "draft_tokens")
+
+
+def test_a_job_in_the_background_that_fails_is_logged(service: Service) -> None:
+    done = threading.Event()
+
+    def fail() -> None:
+        raise KeyError("odd")
+
+    with capture_logs() as logs:
+        for run in (service.in_background, service.in_learning):
+            run(fail)
+            run(done.set)
+            assert done.wait(60)
+            done.clear()
+    assert [one["error"] for one in logs if one["event"] == "a job in the background failed"] == ["'odd'"] * 2
 
 
 def test_a_full_queue_is_felt_as_silence_and_heals_by_resending(

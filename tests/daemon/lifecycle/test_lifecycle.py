@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import structlog
 from fastapi.testclient import TestClient
 from safetensors.numpy import save_file
 
@@ -775,6 +776,29 @@ def test_a_candidate_of_an_outdated_parent_is_not_swapped_in(stage: Stage) -> No
     stage.trainer.send(wire.TrainResult(operation_id=operation_id, ok=True, version=stage.version(1.0)))
     assert "became active meanwhile" in stage.wait_state(operation_id, "failed")["error"]
     assert stage.aliases()["active"] == other
+
+
+@pytest.mark.parametrize("where", ["drafters.read_ahead", "lifecycle.try_out", "canaries.tick"])
+def test_a_candidate_whose_trial_cannot_begin_ends_its_recalibration(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Its training never ended, no other could begin, and nobody was told why."""
+    operation_id, _ = stage.recalibrate()
+
+    def fail(*_: object) -> None:
+        raise KeyError("odd")
+
+    part, name = where.split(".")
+    with structlog.testing.capture_logs() as logs, monkeypatch.context() as patch:
+        patch.setattr(getattr(stage.service, part), name, fail)
+        stage.trainer.send(wire.TrainResult(operation_id=operation_id, ok=True, version=stage.version(1.0)))
+        ended = stage.wait_state(operation_id, "failed")
+    assert ended["error"] == "KeyError: 'odd'"
+    assert [one["error"] for one in logs if one["event"] == "a candidate can't be tried out"] == ["'odd'"]
+    with stage.service.lock:
+        assert stage.service.rollout.training is None
+        assert stage.service.rollout.trial is None
+    stage.recalibrate()
 
 
 def test_drift_starts_a_recalibration_and_then_waits(stage: Stage) -> None:
