@@ -29,7 +29,7 @@ from honed.daemon.lifecycle.rollout import Rollout
 from honed.daemon.lifecycle.swaps import Swap, Swaps
 from honed.daemon.lifecycle.trial import Trial
 from honed.daemon.store.journal import Journal
-from honed.daemon.store.operations import Operation, Operations
+from honed.daemon.store.operations import PROVEN, Operation, Operations
 
 log = structlog.get_logger("honed.lifecycle")
 
@@ -331,7 +331,7 @@ class Lifecycle:
         if self._rollout.swapping is operation:
             self._rollout.swapping = None
         why = f"{swaps.failure_text(swap)}; it is retried until they run {swap.version}" if swap.failures else ""
-        is_proven = operation.kind == "recalibrate"  # its candidate is active
+        is_proven = operation.kind in PROVEN  # its candidate is active
         if why and (is_proven or swap.failures.keys() <= swap.postponed):
             self._operations.finish(operation, "succeeded", note=why, version=swap.version)
         elif why:

@@ -17,6 +17,8 @@ from honed.daemon.store.store import Store
 log = structlog.get_logger("honed.operations")
 
 FINISHED = frozenset({"succeeded", "failed", "cancelled"})
+PROVEN = frozenset({"recalibrate", "adopt"})
+"""Kinds whose version is swapped in only after a trial, as the active one: they have succeeded by then."""
 KEPT_IN_MEMORY = 500
 PLANNED = "planned"
 """Stage and id of a dry run's operation."""
@@ -76,7 +78,7 @@ class Operations:
             self._by_id[operation.operation_id] = operation
             if operation.operation_id in resumed:
                 continue
-            if not operation.is_finished and operation.kind == "recalibrate" and operation.stage == "swapping":
+            if not operation.is_finished and operation.kind in PROVEN and operation.stage == "swapping":
                 self.finish(operation, "succeeded", note="the daemon was restarted; engines follow when they are connected")
             elif not operation.is_finished:
                 self.finish(operation, "failed", error="daemon restarted")

@@ -1118,18 +1118,19 @@ def test_a_proven_candidate_stays_a_success_where_an_engine_follows_later(stage:
     """Else its drift would be answered anew, with a stricter gate."""
     service = stage.service
     swap = Swap(stage.first, ["engine-0"], lambda swap: None, failures={"engine-0": "the engine failed"})
-    for kind, state in (("recalibrate", "succeeded"), ("promote", "failed")):
+    for kind, state in (("recalibrate", "succeeded"), ("adopt", "succeeded"), ("promote", "failed")):
         with service.lock:
             operation = service.operations.create(kind, "swapping", "", "test", None)
             service.lifecycle._sent_home(operation, swap)
         assert operation.state == state
         assert "the engine failed; it is retried until they run" in operation.detail.get("note", operation.error)
     with service.lock:
-        operation = service.operations.create("recalibrate", "swapping", "", "test", None)
+        kinds = ("recalibrate", "adopt", "promote")
+        begun = [service.operations.create(kind, "swapping", "", "test", None) for kind in kinds]
     service.store.write(lambda db: None)
     again = Operations(service.store, service.clock)
     again.load()
-    assert again.get(operation.operation_id).state == "succeeded"
+    assert [again.get(one.operation_id).state for one in begun] == ["succeeded", "succeeded", "failed"], "after a restart"
 
 
 def test_weights_arent_verified_amid_a_swap(stage: Stage) -> None:
