@@ -225,7 +225,8 @@ class CommandRunner:
         return figures
 
     def _is_lease_over(self) -> bool:
-        return self._lease is not None and not self.is_asleep and time.monotonic() >= self._lease.until_s
+        lease = self._lease  # read once: the publisher's thread asks, too
+        return lease is not None and not self.is_asleep and time.monotonic() >= lease.until_s
 
     def _go_back(self) -> None:
         """Return to the version before the turns, and hold none any more: the daemon has been silent for too long."""

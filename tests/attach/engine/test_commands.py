@@ -246,6 +246,28 @@ def test_a_daemon_that_falls_silent_in_the_home_version_s_turn_leaves_no_weights
     assert not harness.runner.is_waiting
 
 
+def test_a_lease_that_ends_while_the_publisher_s_thread_asks_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread ended it between two reads, and the publisher's thread failed."""
+    now = [1000.0]
+    monkeypatch.setattr("honed.attach.engine.commands.time.monotonic", lambda: now[0])
+    harness = Harness(Ranks([["", ""]]), monkeypatch)
+    turn(harness, "1", "v2", "v1", "v1", lease_s=60.0)
+    harness.run()
+    now[0] += 61.0
+
+    class Ending(CommandRunner):
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            if name == "_lease":
+                self._lease = None
+            return value
+
+    assert harness.runner._lease is not None
+    harness.runner.__class__ = Ending
+    assert harness.runner.is_pending
+    assert not harness.runner.is_pending
+
+
 def test_a_lease_that_ends_in_the_engine_s_sleep_is_over_when_it_wakes_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr("honed.attach.engine.commands.time.monotonic", lambda: now[0])
