@@ -174,7 +174,7 @@ class Store:
             raise StoreError(f"the database didn't answer within {timeout_s:g} s") from error
 
     def read(self, sql: str, parameters: Any = ()) -> list[dict[str, Any]]:
-        """Rows of a query that takes milliseconds, from the last committed state. Raises StoreError."""
+        """Rows of a short query, from the last committed state, also of a file that was deleted. Raises StoreError."""
         return self._rows(self._reader, sql, parameters)
 
     def find(self, sql: str, parameters: Any = ()) -> list[dict[str, Any]]:

@@ -117,7 +117,7 @@ def recent_by_engine(store: Store, settings: StoreSettings, now_unix_s: float) -
     rated = range(now - RATE_S - 1, now - 1) if resolution == 1 else range(since, now)
     found: dict[str, tuple[Counts, float]] = {}
     delivered: dict[str, int] = defaultdict(int)
-    rows = store.scan(
+    rows = store.read(
         f"""SELECT engine_id, bucket_s, {SUMS} FROM rollups WHERE resolution_s = ? AND bucket_s BETWEEN ? AND ?
             GROUP BY bucket_s, engine_id""",
         (resolution, since, now),
@@ -132,7 +132,7 @@ def recent_by_engine(store: Store, settings: StoreSettings, now_unix_s: float) -
 
 def total_counts(store: Store) -> Counts:
     """All rounds ever stored, without positions."""
-    (row,) = store.scan(f"SELECT {SUMS} FROM boots")
+    (row,) = store.read(f"SELECT {SUMS} FROM boots")
     return Counts.from_sums(row)
 
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from honed.adapt.protocol import wire
 from honed.daemon.api.app import make_app, make_read_only_app
 from honed.daemon.api.limits import TokenBucket
-from honed.daemon.errors import there_are
+from honed.daemon.errors import StoreError, there_are
 from honed.daemon.service import Service
 from honed.daemon.settings.sections import ControllerSection
 from honed.daemon.settings.settings import Settings
@@ -350,3 +350,12 @@ def test_readiness_tells_of_a_refusing_database(client: TestClient, service: Ser
     assert answer.status_code == 503
     assert "disk is full" in answer.json()["problems"][0]
     assert client.get("/healthz").status_code == 200
+
+
+def test_the_status_says_that_the_database_was_deleted(client: TestClient, service: Service) -> None:
+    service.settings.paths.database.unlink()
+    with pytest.raises(StoreError):
+        service.store.write(lambda db: None)
+    answer = client.get("/v1/status")
+    assert answer.status_code == 200
+    assert "was deleted" in answer.json()["store"]["last_error"]
