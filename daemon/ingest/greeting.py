@@ -64,7 +64,8 @@ class Greeting:
         assert hello is not None
         text = msgspec.json.encode(hello).decode()
         now_ns = int(self._clock() * 1e9)
-        self._store.submit(lambda db: batch_tables.save_hello(db, hello.engine_id, hello.boot_id, text, now_ns))
+        state = ("hello", hello.engine_id)
+        self._store.keep(state, lambda db: batch_tables.save_hello(db, hello.engine_id, hello.boot_id, text, now_ns))
         log.info("engine says hello", engine_id=hello.engine_id, boot_id=hello.boot_id, model=hello.model_name)
         self._on_hello(engine, hello)
         if engine.live_version:

@@ -50,7 +50,11 @@ SAVE_HELLO = """
 INSERT INTO boots (engine_id, boot_id, first_seen_unix_ns, last_seen_unix_ns, hello) VALUES (?1, ?2, ?3, ?3, ?4)
 ON CONFLICT (engine_id, boot_id) DO UPDATE SET last_seen_unix_ns = ?3, hello = ?4
 """
-SAVE_FACTS = "UPDATE boots SET own_version = ?3, target_updates = ?4 WHERE engine_id = ?1 AND boot_id = ?2"
+SAVE_FACTS = """
+INSERT INTO boots (engine_id, boot_id, first_seen_unix_ns, last_seen_unix_ns, own_version, target_updates)
+VALUES (?1, ?2, unixepoch() * 1000000000, unixepoch() * 1000000000, ?3, ?4)
+ON CONFLICT (engine_id, boot_id) DO UPDATE SET own_version = ?3, target_updates = ?4
+"""
 
 
 @dataclass(slots=True)
@@ -176,7 +180,7 @@ def committed_seq(db: Database, engine_id: str, boot_id: str) -> int:
 
 
 def save_facts(db: Database, engine_id: str, boot_id: str, own_version: str, target_updates: int) -> None:
-    """Store what is known of a boot that said hello before."""
+    """Store what is known of a boot, be it before its hello is stored."""
     db.conn.execute(SAVE_FACTS, (engine_id, boot_id, own_version, target_updates))
 
 

@@ -38,6 +38,7 @@ log = structlog.get_logger("honed.store")
 
 MAX_GROUP_BYTES = 16 << 20
 RETRY_S = 0.5
+LOG_EVERY_S = 10.0
 COMMIT_BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
@@ -85,7 +86,8 @@ class Store:
         self.failed_at_s = float("-inf")
         """Monotonic time of the database's last error."""
         self.is_failing = False
-        """True if the latest commit of batches failed."""
+        """True if the disk refused the latest transaction, or batches wait for it."""
+        self._logged_s: dict[str, float] = {}
         self.commit_times = Histogram(COMMIT_BOUNDS_S)
         self._thread = threading.Thread(target=self._run, name="honed-writer", daemon=True)
 
@@ -248,6 +250,8 @@ class Store:
                 if not job.future.done():
                     self._refuse(job, error, refused)
         else:
+            if not refused:
+                self._note_success()
             for future, result in done:
                 future.set_result(result)
         if refused:
@@ -255,6 +259,7 @@ class Store:
 
     def _refuse(self, job: _Job, error: Exception, refused: dict[Hashable, _Job]) -> None:
         """Fail a job, or note in `refused` that it has to be tried again."""
+        self.is_failing = self.is_failing or _is_of_the_disk(error)
         if job.state is None or not _is_of_the_disk(error) or self._is_closing:
             self._fail(job.future, error)
             return
@@ -265,7 +270,7 @@ class Store:
 
     def _try_again(self, refused: dict[Hashable, _Job]) -> None:
         """Queue states before all else that came since, and give the disk some time."""
-        log.error("states wait in memory until the disk takes them", error=self.last_error, states=len(refused))
+        self._log_rarely("states wait in memory until the disk takes them", error=self.last_error, states=len(refused))
         with self._changed:
             newer = {job.state for job in self._jobs}
             for state, job in reversed(refused.items()):
@@ -273,8 +278,21 @@ class Store:
                     job.future.set_result(None)
                 else:
                     self._jobs.appendleft(job)
-            if not self._is_closing:
-                self._changed.wait(RETRY_S)
+            self._rest()
+
+    def _rest(self) -> None:
+        """Give the disk some time, whatever is queued meanwhile. Call it with `_changed`."""
+        self._changed.wait_for(lambda: self._is_closing, RETRY_S)
+
+    def _note_success(self) -> None:
+        self.is_failing = self.is_failing and bool(self._batches)
+
+    def _log_rarely(self, event: str, **about: Any) -> None:
+        """Log an error once in `LOG_EVERY_S`: it lasts, and is tried again often. All are counted."""
+        now_s = self._monotonic()
+        if now_s - self._logged_s.get(event, float("-inf")) >= LOG_EVERY_S:
+            self._logged_s[event] = now_s
+            log.error(event, **about)
 
     def _fail(self, future: Future[Any], error: Exception) -> None:
         if isinstance(error, sqlite3.Error):
@@ -322,11 +340,11 @@ class Store:
     def _wait(self, error: Exception) -> None:
         """Keep the batches for later after a disk error, unless the store is closing."""
         self.is_failing = True
-        log.error("commit failed; the batches wait in memory", error=str(error), batches=len(self._batches))
+        self._log_rarely("commit failed; the batches wait in memory", error=str(error), batches=len(self._batches))
         with self._changed:
             if self._is_closing:
                 self._forget(len(self._batches))
-            self._changed.wait(RETRY_S)
+            self._rest()
 
     def _store_one_by_one(self, group: list[StoredBatch]) -> list[StoredBatch]:
         """Find the batch that breaks a transaction, and count it as malformed. Returns the finished ones."""
@@ -365,11 +383,18 @@ class Store:
                 self._queued_bytes -= len(self._batches.popleft().frame)
 
     def _retain(self) -> None:
+        """Delete what is too old, if it is time: also a sign of life of the disk while nothing else is stored."""
+        if self._pruning.due_in_s():
+            return
         try:
             self._pruning.run(self._db)
+            self._files.check()
         except sqlite3.Error as error:
             self.note_error(error)
-            log.error("pruning failed", error=str(error))
+            self.is_failing = True
+            self._log_rarely("pruning failed", error=str(error))
+        else:
+            self._note_success()
 
 
 def _is_of_the_disk(error: Exception) -> bool:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pysqlite3
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -40,6 +41,19 @@ def test_a_hello_is_answered_with_what_is_committed(service: Service, make_engin
 def test_a_hello_waits_for_no_reader_of_the_database(service: Service, make_engine: MakeEngine) -> None:
     with service.store._reader._lock:  # as in the middle of a long query
         assert make_engine().hello().committed_seq == 0
+
+
+def test_a_hello_is_stored_once_the_disk_takes_it(
+    service: Service, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise pysqlite3.OperationalError("disk I/O error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(service.store._files, "check", fail)
+        make_engine().hello()
+        wait_for(lambda: service.store.errors, "the refusal")
+    wait_for(lambda: boot_row(service).get("hello"), "the hello")
 
 
 def test_duplicates_resends_and_holes_are_stored_exactly_once(service: Service, make_engine: MakeEngine) -> None:

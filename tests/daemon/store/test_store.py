@@ -11,11 +11,13 @@ from typing import Any
 
 import pysqlite3
 import pytest
+from structlog.testing import capture_logs
 
 from honed.adapt.protocol import wire
 from honed.daemon.errors import StartError, StoreError
 from honed.daemon.settings.sections import StoreSettings
 from honed.daemon.store import batch_tables, pruning
+from honed.daemon.store import store as store_module
 from honed.daemon.store.age import AgeClock
 from honed.daemon.store.batch_tables import StoredBatch
 from honed.daemon.store.database import check_sqlite_version, connect, why_not
@@ -151,6 +153,63 @@ def test_the_last_of_a_state_is_stored_once_the_disk_takes_it(store: Store, monk
     for state in states:
         state.result(20)
     assert store.read("SELECT value FROM meta WHERE key = 'state'") == [{"value": 4}]
+
+
+def disk_error() -> None:
+    raise pysqlite3.OperationalError("disk I/O error")
+
+
+def test_a_store_without_batches_fails_and_recovers_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever looked was told that all was well, while no hello and no state was written."""
+    monkeypatch.setattr(pruning, "EVERY_S", 0.05)
+    store.write(lambda db: None)
+    with monkeypatch.context() as broken:
+        broken.setattr(store._files, "check", disk_error)
+        waiting = store.keep("state", set_meta(1))
+        wait_for(lambda: store.is_failing, "the refusal")
+    waiting.result(20)
+    assert not store.is_failing
+    store.is_failing = True  # as after a job that isn't retried, and then nothing more to store
+    store.put(stored(make_batch(1)))
+    assert store.drain(20)
+    wait_for(lambda: not store.is_failing, "the next look at the disk")
+
+
+def test_facts_of_a_boot_are_kept_though_its_hello_is_not(store: Store) -> None:
+    store.write(lambda db: batch_tables.save_facts(db, "engine-0", "boot", "v-own", 7))
+    store.write(lambda db: batch_tables.save_hello(db, "engine-0", "boot", "{}", 2 * 10**18))
+    store.write(lambda db: batch_tables.save_facts(db, "engine-0", "boot", "v-own", 8))
+    (row,) = store.read("SELECT * FROM boots")
+    assert (row["own_version"], row["target_updates"], row["hello"]) == ("v-own", 8, "{}")
+    assert 0 < row["first_seen_unix_ns"] < row["last_seen_unix_ns"]
+
+
+def test_a_failing_disk_has_rest_whatever_comes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch of each engine was another try, and another line in the journal."""
+    monkeypatch.setattr(store_module, "RETRY_S", 60.0)
+    put(store, stored(make_batch(1)))
+    with monkeypatch.context() as broken, capture_logs() as logged:
+        broken.setattr(store._files, "check", disk_error)
+        store.put(stored(make_batch(2)))
+        wait_for(lambda: store.errors, "the refusal")
+        for seq in range(3, 13):
+            store.put(stored(make_batch(seq)))
+            time.sleep(0.01)
+        assert store.errors == 1
+        store.close()
+    assert [entry["event"] for entry in logged] == ["commit failed; the batches wait in memory"]
+
+
+def test_a_failing_disk_is_logged_seldom(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "RETRY_S", 0.001)
+    with monkeypatch.context() as broken, capture_logs() as logged:
+        broken.setattr(store._files, "check", disk_error)
+        state = store.keep("state", set_meta(1))
+        store.put(stored(make_batch(1)))
+        wait_for(lambda: store.errors > 20, "many tries")
+    state.result(20)
+    assert store.drain(20)
+    assert len(logged) <= 3
 
 
 def test_a_state_that_cannot_be_stored_is_not_retried_for_ever(store: Store) -> None:
