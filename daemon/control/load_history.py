@@ -67,7 +67,10 @@ class LoadHistory:
                 return None
             slots = self._slots[engine_id] = deque(maxlen=HELD_S // SLOT_S)
         t = int(now_s) // SLOT_S * SLOT_S
-        # If the clock was set back, the present slot continues.
+        # If the clock was set back by more than that, the slots of a time that is yet to come go; else the present one goes on.
+        if slots and slots[-1].t - t > SLOT_S:
+            while slots and slots[-1].t > t:
+                slots.pop()
         if not slots or t > slots[-1].t:
             slots.append(Slot(t))
         return slots[-1]

@@ -28,8 +28,15 @@ def test_an_hour_is_held_and_a_clock_that_is_set_back_goes_on() -> None:
         history.add("e", steps((1, 1)), 1, second)
     held = history.slots("e", 0)
     assert (len(held), held[0].t) == (HELD_S // SLOT_S, HELD_S)
+    last_s = 2 * HELD_S - SLOT_S
+    history.add("e", steps((1, 1)), 1, last_s - SLOT_S)
+    assert history.slots("e", last_s)[-1].steps == 2, "a step back within a slot"
+    for second in (last_s - 600, last_s - 600 + SLOT_S):
+        history.add("e", steps((1, 1)), 1, second)
+    later = history.slots("e", last_s - 605)
+    assert [(slot.t - last_s, slot.steps) for slot in later] == [(-605, 1), (-600, 2), (-595, 1)]
     history.add("e", steps((1, 1)), 1, 10.0)
-    assert history.slots("e", 0)[-1].steps == 2
+    assert [slot.t for slot in history.slots("e", 0)] == [10]
 
 
 def test_engines_are_bounded() -> None:
