@@ -41,7 +41,7 @@ class IngestFigures:
     lag_s: float = 0.0
     rejected_at_s: float = float("-inf")
     """Monotonic time of the latest rejected frame."""
-    last_batch_unix_s: float = 0.0
+    last_batch_unix_s: float = float("-inf")
 
 
 class Ingest:

@@ -46,7 +46,7 @@ def families(service: Service) -> Iterator[Metric]:
     yield rejected
     yield gauge("honed_event_lag_seconds", "Age of the latest batch when it arrived.", figures.lag_s)
     yield gauge("honed_event_queue_length", "Batches received but not yet committed.", service.store.queued_batches)
-    if figures.last_batch_unix_s:
+    if figures.batches:
         yield gauge("honed_last_event_timestamp_seconds", "Time of the latest batch's arrival.", figures.last_batch_unix_s)
     skipped = service.steering.skipped_batches
     yield counter("honed_event_batches_not_learned", "Batches the controllers skipped for lack of time.", skipped)

@@ -352,6 +352,10 @@ def test_readiness_tells_of_a_refusing_database(client: TestClient, service: Ser
     assert client.get("/healthz").status_code == 200
 
 
+def test_the_age_of_a_batch_that_never_came_is_no_number_of_years(client: TestClient) -> None:
+    assert client.get("/v1/status").json()["events"]["batch_age_s"] == -1
+
+
 def test_the_status_says_that_the_database_was_deleted(client: TestClient, service: Service) -> None:
     service.settings.paths.database.unlink()
     with pytest.raises(StoreError):
