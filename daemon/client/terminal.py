@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import math
 import os
 import re
 import sys
@@ -59,8 +60,8 @@ class Connection:
         token = ""
         if self.token_file is not None:
             try:
-                token = self.token_file.read_text().strip()
-            except OSError as error:
+                token = self.token_file.read_text("ascii").strip()
+            except (OSError, UnicodeDecodeError) as error:
                 fail(f"the token file can't be read: {error}", exit_code=EXIT_USAGE)
         if self.url:
             return AdminClient(url=self.url, token=token, timeout_s=self.timeout_s)
@@ -162,7 +163,7 @@ def print_json(document: Any) -> None:
 def duration_s(text: str) -> float:
     """Seconds of "90", "90s", "10m", "2h" or "1d". Raises typer.BadParameter for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in _UNITS_S:
+    if match is None or match[2] not in _UNITS_S or math.isinf(float(match[1])):
         raise typer.BadParameter(f"{text!r} is not a duration: write 90s, 10m, 2h or 1d")
     return float(match[1]) * _UNITS_S[match[2]]
 
@@ -179,7 +180,7 @@ def moment_s(text: str, now_s: float) -> float:
         return dt.datetime.fromisoformat(text).timestamp()
     except ValueError:
         pass
-    if re.fullmatch(r"\d{9,}(\.\d+)?", text):
+    if re.fullmatch(r"\d{9,}(\.\d+)?", text) and not math.isinf(float(text)):
         return float(text)
     try:
         return now_s - duration_s(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 import typer
@@ -181,12 +182,15 @@ def clear_override(
 
 
 def number_or_text(text: str) -> int | float | str:
-    """The value for the API: a number if it is one."""
+    """The value for the API: a number if it is one. Raises typer.BadParameter for one that isn't finite."""
     for kind in (int, float):
         try:
-            return kind(text)
+            number = kind(text)
         except ValueError:
             continue
+        if not math.isfinite(number):
+            raise typer.BadParameter(f"{text!r} isn't a number that can be in force", param_hint="VALUE")
+        return number
     return text
 
 

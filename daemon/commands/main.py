@@ -156,9 +156,12 @@ def status(
     check: Annotated[bool, typer.Option("--check", help="Exit with 0: all is well; 1: errors; 4: only warnings.")] = False,
 ) -> None:
     """Show problems first, then engines, acceptance, drafter, trainer and store."""
+    if watch and (as_json or check):
+        other = "--json" if as_json else "--check"
+        raise typer.BadParameter(f"it goes on until Ctrl-C, so {other} has no answer: leave one out", param_hint="--watch")
     with connect(context) as client:
         document = client.get("/v1/status")
-        if watch and not as_json:
+        if watch:
             view = show.status(visible_document(document))
             with suppress(KeyboardInterrupt), Live(view, console=SafeConsole(), refresh_per_second=4) as live:
                 while True:

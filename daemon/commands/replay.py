@@ -309,7 +309,7 @@ def _engine(database: Path, wanted: str) -> tuple[str, EngineHello | None]:
     if not names:
         raise ReplayError("no engine has logged anything yet", cure="`honed engines` shows which have attached.")
     if wanted and wanted not in names:
-        raise ReplayError(f"no engine {wanted!r} in the log: there is {', '.join(names)}", exit_code=EXIT_USAGE)
+        raise ReplayError(f"no engine {wanted!r} in the log: there is {', '.join(names)}")
     if not wanted and len(names) > 1:
         several = f"the log has {len(names)} engines: {', '.join(names)}"
         raise ReplayError(several, cure="Name one with --engine.", exit_code=EXIT_USAGE)
@@ -327,7 +327,7 @@ def _opened(database: Path) -> Iterator[Any]:
 
     if not database.exists():
         cure = "Name the daemon's state folder with --state-dir."
-        raise ReplayError(f"there is no database at {database}", cure=cure, exit_code=EXIT_USAGE)
+        raise ReplayError(f"there is no database at {database}", cure=cure)
     try:
         connection = connect(database, read_only=True)
         try:
@@ -446,5 +446,5 @@ def _mask(log: Log, workload: str) -> Any:
     mine = np.array([name == workload for name, _ in log.cells])[log.cell[log.request]]
     if not mine.any():
         names = sorted({log.cells[cell][0] for cell in np.unique(log.cell)})
-        raise ReplayError(f"no workload {workload!r} in that time: there is {', '.join(names)}", exit_code=EXIT_USAGE)
+        raise ReplayError(f"no workload {workload!r} in that time: there is {', '.join(names)}")
     return mine

@@ -10,6 +10,7 @@ readings: t = sent_unix − (sent_mono − end).
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 import msgspec
 
 from honed.adapt.protocol import wire
-from honed.daemon.errors import HonedError, RequestError, UnknownError
+from honed.daemon.errors import HonedError, RequestError, UnknownError, there_are
 from honed.daemon.store.batch_tables import read_frame
 from honed.daemon.store.database import reader_cure
 
@@ -108,7 +109,7 @@ def export(database: Path, out: str, format: str, chosen: Chosen) -> dict[str, i
 
     Raises:
         RequestError: an unknown format, or a missing library.
-        UnknownError: there is no database.
+        UnknownError: there is no database, or no such engine in it.
         ExportError: the database can't be read, or the file can't be written.
     """
     if format not in ("jsonl", "parquet"):
@@ -147,7 +148,7 @@ def batches(database: Path, chosen: Chosen, tally: Tally) -> Iterator[wire.Event
     """Yield stored batches in order of arrival; count and skip unreadable ones.
 
     Raises:
-        UnknownError: there is no database.
+        UnknownError: there is no database, or no such engine in it.
         ExportError: it can't be read.
     """
     import pysqlite3
@@ -155,12 +156,13 @@ def batches(database: Path, chosen: Chosen, tally: Tally) -> Iterator[wire.Event
     if not database.exists():
         cure = "Name the daemon's state folder with --state-dir."
         raise UnknownError(f"there is no database at {database}", cure=cure)
-    since_ns = int((chosen.since_s or 0.0) * 1e9)
-    until_ns = (1 << 63) - 1 if chosen.until_s is None else int((chosen.until_s + LATEST_S) * 1e9)
+    since_ns = _nanoseconds(chosen.since_s or 0.0)
+    until_ns = _nanoseconds(math.inf if chosen.until_s is None else chosen.until_s + LATEST_S)
     after = 0
     try:
         connection = pysqlite3.connect(f"file:{_uri_path(database)}?mode=ro", uri=True, timeout=10.0)
         try:
+            _check_engine(connection, chosen.engine)
             while page := connection.execute(
                 "SELECT id, malformed, frame FROM batches"
                 " WHERE id > ? AND sent_unix_ns BETWEEN ? AND ? AND (? = '' OR engine_id = ?) ORDER BY id LIMIT ?",
@@ -177,6 +179,20 @@ def batches(database: Path, chosen: Chosen, tally: Tally) -> Iterator[wire.Event
             connection.close()
     except pysqlite3.Error as error:
         raise ExportError(f"{database} can't be read: {error}", cure=reader_cure(error)) from error
+
+
+def _nanoseconds(unix_s: float) -> int:
+    """The moment as SQLite holds it; the first or last one that it can hold for those beyond."""
+    most, found = (1 << 63) - 1, unix_s * 1e9
+    return int(found) if abs(found) < most else most if found > 0 else -most
+
+
+def _check_engine(connection: Any, engine_id: str) -> None:
+    """Raise UnknownError for an engine that never attached; "" is all."""
+    known = "SELECT EXISTS (SELECT 1 FROM boots WHERE engine_id = ?1) OR EXISTS (SELECT 1 FROM batches WHERE engine_id = ?1)"
+    if engine_id and not connection.execute(known, (engine_id,)).fetchone()[0]:
+        names = [row[0] for row in connection.execute("SELECT DISTINCT engine_id FROM boots ORDER BY last_seen_unix_ns")]
+        raise UnknownError(f"no engine {engine_id!r} has ever attached; {there_are(names)}")
 
 
 def rounds(batch: wire.EventBatch, chosen: Chosen) -> Iterator[Row]:

@@ -126,9 +126,25 @@ def test_a_trainer_without_its_folder_says_so(run: Run, tmp_path: Path) -> None:
     assert "Traceback" not in result.output
 
 
-@pytest.mark.parametrize("command", ["nonsense", "promote", "override set policy", "workloads --window x"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("nonsense", "promote", "override set policy", "workloads --window x", f"workloads --window {'9' * 400}"),
+        *(f"override set draft_tokens {value}" for value in ("nan", "inf", "1e400")),
+        *(f"events export --out x --since {'9' * 400}{unit}" for unit in ("", "d")),
+        *("status --watch --json", "status --watch --check"),
+    ],
+)
 def test_wrong_usage_ends_with_2(run: Run, command: str) -> None:
     assert run(*command.split()).exit_code == 2
+
+
+@pytest.mark.parametrize("token", [b"\xff\xfe", "ticket-é".encode()])
+def test_a_token_that_is_no_text_ends_with_2(run: Run, tmp_path: Path, token: bytes) -> None:
+    (tmp_path / "token").write_bytes(token)
+    result = run("--url", "http://127.0.0.1:1", "--token-file", tmp_path / "token", "status")
+    assert result.exit_code == 2
+    assert "the token file can't be read" in result.stderr
 
 
 # --- reading --------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Exported rows are what was stored: every round once, at its time, with its own token ids."""
 
 import json
+import math
 import os
 import zlib
 from pathlib import Path
@@ -138,11 +139,21 @@ def test_a_rounds_time_is_the_end_of_its_step_in_wall_time(database: Path) -> No
         (Chosen(since_s=SENT_NS / 1e9), 5),  # the first batch's first step lies one second before
         (Chosen(until_s=SENT_NS / 1e9), 1),
         (Chosen(since_s=SENT_NS / 1e9, until_s=SENT_NS / 1e9 + 0.5), 3),
-        (Chosen(engine="nobody"), 0),
+        (Chosen(since_s=-1e12, until_s=253402214400.0), 6),
+        (Chosen(since_s=-math.inf, until_s=math.inf), 6),
+        (Chosen(since_s=1e12), 0),
     ],
 )
 def test_what_is_chosen(database: Path, chosen: Chosen, count: int) -> None:
     assert len(exported(database, chosen)) == count
+
+
+def test_an_engine_that_never_attached_is_refused(database: Path) -> None:
+    out = database.parent / "out.jsonl"
+    with pytest.raises(UnknownError, match="no engine 'nobody' has ever attached") as caught:
+        export.export(database, str(out), "jsonl", Chosen(engine="nobody"))
+    assert exit_code_of(caught.value) == EXIT_FAILED
+    assert not list(database.parent.glob("out*"))
 
 
 def test_parquet_holds_the_same_rows(database: Path, monkeypatch: pytest.MonkeyPatch) -> None:
