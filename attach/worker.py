@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import stat
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -18,6 +19,7 @@ import torch
 from honed.adapt.steps.vllm_costs import Curve
 from honed.attach.capture.capture import Capturer
 from honed.attach.capture.ring_writer import RingWriter
+from honed.attach.contract.model_files import content_crc, folder_of
 from honed.attach.engine.engine_hook import RANK_ERROR
 from honed.attach.engine.graphs import captured, padded_to_with_trees
 from honed.attach.runner.fed_verification import FedVerification
@@ -58,14 +60,16 @@ class _WorkerSide:
         model = self.runner.draft_model
         self.swapper = Swapper(model, torch.device(worker.device))
         self.capturer: Capturer | None = None
+        self.target_updates: int = settings["target_updates"]
+        self._secret: str = settings["secret"]
         if settings["ring_path"] and worker.rank == 0:
             path, ring_bytes, kind = Path(settings["ring_path"]), settings["ring_bytes"], settings["feature_kind"]
             norm = getattr(model.model, "hidden_norm", None)
             self.capturer = Capturer(
-                lambda size, dtype: RingWriter(path, ring_bytes, size, dtype, kind, _ring_mode(path)),
+                lambda size, dtype: RingWriter(path, ring_bytes, size, dtype, kind, _ring_mode(path), self._target()),
                 None if norm is None else lambda: (norm.weight.data, norm.variance_epsilon),
                 kind,
-                bytes.fromhex(settings["secret"]),
+                bytes.fromhex(self._secret),
             )
             self.runner.looks_first = norm is None or kind == "layers"
 
@@ -79,6 +83,13 @@ class _WorkerSide:
         if self.capturer is not None:
             self.capturer.prepare()
             self.runner.wrap(self.capturer.on_schedule, self.capturer.on_step, self._errors.note)
+
+    def _target(self) -> int:
+        """What tells the target's weights from others: its files, until it is updated in place."""
+        if self.target_updates:
+            return zlib.crc32(f"{self._secret} {self.target_updates}".encode())
+        config = self._worker.vllm_config
+        return content_crc(folder_of(config.model_config, config.load_config))
 
 
 def _verified_drafts(worker: Any, errors: _Errors) -> VerifiedDrafts | None:
@@ -192,6 +203,14 @@ class HonedWorkerExtension:
             "media": side.capturer.num_media,
             "errors": self._honed_errors.count,
         }
+
+    @_answering
+    def honed_new_target(self, num_updates: int) -> None:
+        """Note that the target's weights were updated in place, for the so-many-th time."""
+        side = self._honed_side
+        if side is not None and side.capturer is not None:
+            side.target_updates = num_updates
+            side.capturer.begin_anew()
 
     @_answering
     def honed_draft_ids(self, is_wanted: bool) -> bool:

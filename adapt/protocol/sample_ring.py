@@ -89,6 +89,8 @@ class RingHeader:
     """Offset where the next record begins."""
     generation: int = 0
     """Changed at every purge: readers then forget what they hold."""
+    target: int = 0
+    """CRC-32 of what tells the target's weights from others: features of two targets mean different things."""
 
     def oldest_offset(self, written: int) -> int:
         """Return the lowest offset that the writer leaves alone until `written` is raised."""
@@ -145,7 +147,7 @@ def pack_fixed(header: RingHeader) -> bytes:
         header.feature_size,
         header.feature_dtype,
         header.feature_kind,
-        0,
+        header.target,
         header.created_unix_ns,
     )
 
@@ -160,7 +162,7 @@ def unpack_header(data: bytes) -> RingHeader:
     """Decode a ring header. Raises ValueError naming the file's defect."""
     if len(data) < GENERATION_OFFSET + _GENERATION.size:
         raise ValueError(f"it is {len(data)} bytes long, shorter than its header: the file is cut off")
-    magic, version, header_bytes, capacity, size, dtype, kind, _, created = _FIXED.unpack_from(data)
+    magic, version, header_bytes, capacity, size, dtype, kind, target, created = _FIXED.unpack_from(data)
     if magic != MAGIC:
         raise ValueError("it is no honed sample ring: wrong magic number")
     if version != LAYOUT_VERSION or header_bytes != HEADER_BYTES:
@@ -178,7 +180,7 @@ def unpack_header(data: bytes) -> RingHeader:
     if written % 8:
         raise ValueError(f"it claims that its next record begins at {written}, where none does")
     (generation,) = _GENERATION.unpack_from(data, GENERATION_OFFSET)
-    return RingHeader(capacity, size, dtype, kind, created, written, generation)
+    return RingHeader(capacity, size, dtype, kind, created, written, generation, target)
 
 
 def pack_record(record: RecordHeader, payload: Iterable[Any]) -> bytes:

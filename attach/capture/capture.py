@@ -43,7 +43,7 @@ class Capturer:
     """Decides which requests are captured and moves their rows.
 
     Args:
-        make_ring: (feature_size, feature_dtype) -> the ring; called at the first captured step.
+        make_ring: (feature_size, feature_dtype) -> the ring; called at the first captured step, and after `begin_anew`.
         norm: () -> (weight [H], eps) of a DFlash drafter's `hidden_norm`; None for a drafter whose fused rows aren't normed.
         feature_kind: "fused" or "layers".
         secret: key of this boot's request keys; request ids themselves never reach the ring.
@@ -89,6 +89,11 @@ class Capturer:
         """Capture this share of the requests that start from now on; 0 stops new ones, running ones go on."""
         self._wanted_share, self._drafter_version = min(max(share, 0.0), 1.0), drafter_version
         self._take_share()
+
+    def begin_anew(self) -> None:
+        """The target has other weights: drop what running requests still bring, and write later ones' rows to another ring."""
+        self._forget()
+        self.writer.renew()
 
     def _take_share(self) -> None:
         """Capture what is wanted, unless no ring could be made lately."""
@@ -217,6 +222,9 @@ class Capturer:
     def _give_up(self) -> None:
         """Stop capturing for a while: no ring can be made, usually for lack of room."""
         self._retry_at_s, self.share = time.monotonic() + RETRY_S, 0.0
+        self._forget()
+
+    def _forget(self) -> None:
         self._requests.clear()
         self._ended.clear()
         self._pending.clear()

@@ -59,7 +59,8 @@ class RowWriter:
     """Writes rows in the order in which they were computed.
 
     Args:
-        make_ring: (feature_size, feature_dtype) -> the ring; called for the first rows, and for later ones after `retry`.
+        make_ring: (feature_size, feature_dtype) -> the ring; called for the first rows, and for later ones after `retry` or
+            `renew`.
     """
 
     def __init__(self, make_ring: Callable[[int, str], RingWriter]) -> None:
@@ -67,7 +68,7 @@ class RowWriter:
         self._ring: RingWriter | None = None
         self._is_refused = False
         self._thread: threading.Thread | None = None
-        self._queue: queue.SimpleQueue[CapturedRows | CapturedRequest] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[CapturedRows | CapturedRequest | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_waiting = self._waiting_bytes = 0
         self._failure: Exception | None = None
@@ -91,6 +92,13 @@ class RowWriter:
     def retry(self) -> None:
         """Make a ring again when rows come, though there was no room last time."""
         self._is_refused = False
+
+    def renew(self) -> None:
+        """Write the rows that are taken from now on into another ring."""
+        if self.is_done:
+            self._close()
+        else:
+            self._put(None)
 
     def take(self, rows: CapturedRows, is_apart: bool | None = None) -> None:
         """Write rows that have arrived.
@@ -123,7 +131,7 @@ class RowWriter:
         if failure is not None:
             raise failure
 
-    def _put(self, item: CapturedRows | CapturedRequest) -> None:
+    def _put(self, item: CapturedRows | CapturedRequest | None) -> None:
         with self._lock:
             self._num_waiting += 1
             self._waiting_bytes += _bytes_of(item)
@@ -143,7 +151,9 @@ class RowWriter:
                     self._thread = None
                     return
             try:
-                if isinstance(item, CapturedRequest):
+                if item is None:
+                    self._close()
+                elif isinstance(item, CapturedRequest):
                     self._write_end(item)
                 else:
                     self._write(item)
@@ -154,6 +164,11 @@ class RowWriter:
                     self._num_waiting -= 1
                     self._waiting_bytes -= _bytes_of(item)
                 del item
+
+    def _close(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
 
     def _skip(self, num_rows: int) -> None:
         with self._lock:
@@ -236,7 +251,7 @@ class RowWriter:
         self.num_bytes += features.nbytes
 
 
-def _bytes_of(item: CapturedRows | CapturedRequest) -> int:
+def _bytes_of(item: CapturedRows | CapturedRequest | None) -> int:
     return item.features.nbytes if isinstance(item, CapturedRows) else 0
 
 

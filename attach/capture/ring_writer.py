@@ -51,8 +51,12 @@ class RingWriter:
         feature_dtype: str = "bfloat16",
         feature_kind: str = "fused",
         mode: int = 0o600,
+        target: int = 0,
     ) -> None:
         """Complete the file under another name, then rename it: a reader never sees half a header.
+
+        Args:
+            target: what tells the target's weights from others.
 
         Raises:
             ValueError: for an unknown dtype or kind, too wide a row, or a capacity that is too small or too large.
@@ -73,7 +77,8 @@ class RingWriter:
                 f"{capacity_bytes} in rows of {feature_size}: lower HONED_RING_BYTES, or use HONED_FEATURES=fused"
             )
         kind_code = _code(FEATURE_KINDS, feature_kind)
-        self._fixed = pack_fixed(RingHeader(self._capacity, feature_size, dtype_code, kind_code, time.time_ns()))
+        header = RingHeader(self._capacity, feature_size, dtype_code, kind_code, time.time_ns(), target=target)
+        self._fixed = pack_fixed(header)
         self._fd = _make_file(self.path, HEADER_BYTES + self._capacity, pack_state(self._fixed, 0), mode)
         self._written = self._num_records = 0
 

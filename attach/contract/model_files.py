@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from honed.adapt.models.trainable import Pair
 
 MAX_HEADER_BYTES = 64 << 20
 """Longest index or header that is read."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 def pair_of(vllm_config: Any) -> Pair:
@@ -67,6 +69,25 @@ def folder_of(model_config: Any, load_config: Any) -> str:
     except (ImportError, ValueError, OSError):  # ValueError: the hub can't have such a name
         return model
     return os.path.dirname(found) if isinstance(found, str) else model
+
+
+def content_crc(folder: str) -> int:
+    """CRC-32 that tells a model from others of the same shapes, such as fine-tuned ones, wherever its files are.
+
+    It is of some 512 samples, spread over all files of weights. Without such files it is the name's.
+    """
+    try:
+        files = {p: p.stat().st_size for p in sorted(Path(folder).glob("*")) if p.suffix in _WEIGHTS and p.is_file()}
+        step = max(sum(files.values()) // 512, 4096)
+        crc = zlib.crc32(repr([(path.name, size) for path, size in files.items()] or folder).encode())
+        for path, size in files.items():
+            with path.open("rb", buffering=0) as stream:
+                for at in range(0, size, step):
+                    stream.seek(at)
+                    crc = zlib.crc32(stream.read(256), crc)
+    except (OSError, ValueError):
+        return zlib.crc32(folder.encode(errors="replace"))
+    return crc
 
 
 def tensor_names(folder: str) -> frozenset[str] | None:

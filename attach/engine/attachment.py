@@ -408,6 +408,7 @@ class Attachment:
         """Note weights from vLLM's own endpoints, for target or drafter: honed leaves such a drafter alone until told."""
         if not is_draft:
             self._target_updates += 1
+            self._workers.note_new_target()
         elif self._can_swap:
             logger.warning("honed: vLLM's endpoint set the drafter's weights: left alone until a version is promoted")
             self.commands.give_way()

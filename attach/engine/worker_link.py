@@ -44,6 +44,7 @@ class WorkerLink:
         self._is_attached = False
         self._is_wake_pending = False
         self._share = -1.0
+        self._target_updates = 0
         self._are_ids_wanted = False
         self._counted_step = 0
         self._is_feeding = False
@@ -110,6 +111,7 @@ class WorkerLink:
             "ring_bytes": self._settings.ring_bytes,
             "feature_kind": self._settings.feature_kind,
             "secret": self._secret.hex(),
+            "target_updates": self._target_updates,
             "wanted": wanted,
         }
         try:
@@ -179,6 +181,12 @@ class WorkerLink:
         """Note the weights that samples come from now on; they weren't set by a swap."""
         if self.can_capture and self._share >= 0.0:
             self.captured = self.rpc("honed_capture", self._share, drafter_version)[0]
+
+    def note_new_target(self) -> None:
+        """Note that the target's weights were updated in place: samples of the earlier ones are of no use."""
+        self._target_updates += 1
+        if self.can_capture and self._is_attached:
+            self.rpc("honed_new_target", self._target_updates)
 
     def want_draft_ids(self, are_wanted: bool) -> None:
         """Copy draft token ids to the host, or stop; the workers are called only when that changes."""

@@ -2,9 +2,10 @@
 
     FOLDER/KIND/<time>-<random>.safetensors      one stretch a file: token ids, features, and labels in the header
 
-KIND is the width, type and kind of the features. Rows of different kinds can't be trained on together, so other kinds are
-removed. Token ids stay in memory; features are read when a stretch is drawn. Only their owner can read the files. During an
-operation no file is added or removed, so that its chosen samples remain; a purge ends the operation first.
+KIND is the width, type and kind of the features, and what tells their target. Rows of different kinds can't be trained on
+together, so other kinds are removed. Token ids stay in memory; features are read when a stretch is drawn. Only their owner can
+read the files. During an operation no file is added or removed, so that its chosen samples remain; a purge ends the operation
+first.
 """
 
 from __future__ import annotations

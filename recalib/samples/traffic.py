@@ -25,8 +25,12 @@ GONE_S = 3600.0
 """Time after which the samples of an engine whose folder is gone are dropped. An engine that restarts comes back before."""
 
 
-def is_fused(features: tuple[int, int, int] | None) -> bool:
-    """Tell whether rows of this width, type and kind are fused; rows that nobody knows yet count as fused."""
+Features = tuple[int, int, int, int]
+"""Width, type and kind of rows, and what tells the target that they come from."""
+
+
+def is_fused(features: Features | None) -> bool:
+    """Tell whether rows are fused; those that nobody knows yet count as fused."""
     return features is None or FEATURE_KINDS[features[2]] == "fused"
 
 
@@ -51,8 +55,8 @@ class Feed:
             context_of=lambda version: context_of(version) if self.is_fused else "",
         )
         self.hold_to(settings.sample_bytes)
-        self.features: tuple[int, int, int] | None = None
-        """Width, type and kind of its rows, once there are any."""
+        self.features: Features | None = None
+        """What its rows are, once there are any."""
 
     @property
     def is_fused(self) -> bool:
@@ -93,13 +97,13 @@ class Feed:
         self.store.forget()
 
     def _note_features(self, header: RingHeader) -> None:
-        """Drop earlier rows of another width or type: they can't be trained on together."""
-        features = (header.feature_size, header.feature_dtype, header.feature_kind)
+        """Drop earlier rows of another width, type or target: they can't be trained on together."""
+        features = (header.feature_size, header.feature_dtype, header.feature_kind, header.target)
         if self.features not in (None, features):
             self.forget()
         self.features = features
         if self.store.spill is not None:
-            kind = f"{header.feature_size}-{header.feature_dtype}-{FEATURE_KINDS[header.feature_kind]}"
+            kind = f"{header.feature_size}-{header.feature_dtype}-{FEATURE_KINDS[header.feature_kind]}-{header.target:08x}"
             self.store.spill.begin(kind, self.store.key_of)
 
 
@@ -108,7 +112,7 @@ class JointStore:
 
     def __init__(self, feeds: Sequence[Feed]) -> None:
         self._feeds = feeds
-        self._features: tuple[int, int, int] | None = None
+        self._features: Features | None = None
 
     def workloads(self) -> list[str]:
         """Workloads with any stretch, by name."""
@@ -123,8 +127,8 @@ class JointStore:
         return self._feeds[0].store.digest(stretches)
 
     @property
-    def features(self) -> tuple[int, int, int] | None:
-        """Width, type and kind of the rows of the first feed that has any, once and for all."""
+    def features(self) -> Features | None:
+        """What the rows of the first feed that has any are, once and for all."""
         self._features = self._features or next((feed.features for feed in self._feeds if feed.features), None)
         return self._features
 

@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from honed.adapt.protocol.wire import FOREIGN_DRAFTER
+from honed.attach.contract.model_files import content_crc
 from honed.daemon.errors import ConflictError
 from honed.daemon.views.views import engines
 from honed.recalib.registry.weights_digest import weights_digests
+from honed.recalib.samples.ring_reader import RingReader
 from tests.e2e.engine import DRAFTER, TARGET, TestEngine, engine, held_out
 from tests.e2e.logged import set_policy
 from tests.e2e.swapping import perturbed_drafter, renamed_drafter, swap, wait_for, worker_of
@@ -173,13 +175,20 @@ def test_a_drafter_that_somebody_else_brought_is_left_alone_until_a_version_is_p
             assert labelled._drafter_version == version
             assert answer() == expected
             assert seen("target_updates") == 0
+            side = worker_of(running)._honed_side
+            assert side._target() == content_crc(str(TARGET))
 
             send(running, "start_weight_update", TARGET)
             running.llm.collective_rpc("reload_weights")
             wait_for(lambda: seen("target_updates") == 2)
+            labelled.set_share(1.0, version)
             assert answer() == expected
             assert seen("drafter_version") == version
             assert running.checksum() == weights
+            reader = RingReader(running.honed._settings.ring_path)
+            reader.poll(0)
+            assert reader.header is not None
+            assert reader.header.target == side._target() != content_crc(str(TARGET)), "samples go on in the old one's ring"
             assert running.honed.errors.count == 0
     finally:
         service.stop()

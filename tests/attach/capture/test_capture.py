@@ -17,6 +17,7 @@ from honed.attach.capture.capture import MOST_REQUESTS, Capturer
 from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.runner.runner import StepView
 from honed.kernels.capture.reference import context_features
+from honed.recalib.samples.ring_reader import RingReader
 
 H = 8
 
@@ -237,6 +238,28 @@ def test_a_real_ring_takes_what_the_capturer_writes(tmp_path: Path) -> None:
     capturer.on_step(view({"x": [(0, 5), (1, 6)]}))
     assert made[0].num_records == 1
     assert capturer.writer.num_rows == 2
+
+
+def test_rows_of_an_updated_target_are_in_another_ring(tmp_path: Path) -> None:
+    """Those of requests that run during the update are of both: they are dropped."""
+    path, targets = tmp_path / "ring", iter((3, 4))
+    capturer = Capturer(
+        lambda size, dtype: RingWriter(path, 1 << 20, size, dtype, target=next(targets)),
+        lambda: (torch.ones(H), 1e-6),
+        "fused",
+        b"key",
+    )
+    capturer.set_share(1.0, "v1")
+    reader, seen = RingReader(path), []
+    for token in (5, 8):
+        capturer.on_schedule(schedule({f"r{token}": [token]}))
+        capturer.on_step(view({f"r{token}": [(0, token)]}))
+        capturer.begin_anew()
+        capturer.on_step(view({f"r{token}": [(1, token + 1)]}))
+        records = [record for _ in range(2) for record in reader.poll().records]
+        assert reader.header is not None
+        seen.append((reader.header.target, [record.token_ids.tolist() for record in records]))
+    assert seen == [(3, [[5]]), (4, [[8]])]
 
 
 @pytest.mark.gpu

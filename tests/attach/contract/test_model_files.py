@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from honed.adapt.models.trainable import drafter_reasons
 from honed.attach.contract.compatibility import check_features
-from honed.attach.contract.model_files import draft_folder, folder_of, tensor_names
+from honed.attach.contract.model_files import content_crc, draft_folder, folder_of, tensor_names
 from tests.tools import ROOT
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -111,6 +113,22 @@ def test_an_engine_without_a_drafter_names_none() -> None:
     assert draft_folder(ngram) == ""
     (reason,) = check_features(ngram).untrained
     assert reason == "training is for method 'dflash' or 'dspark' or 'eagle3' or 'mtp', this engine runs method 'ngram'"
+
+
+def test_a_fine_tuned_model_is_told_from_its_base_and_a_copy_is_not(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    base, tuned = tmp_path / "base", tmp_path / "tuned"
+    base.mkdir()
+    for name in ("a", "b"):
+        (base / f"{name}.safetensors").write_bytes(rng.bytes(1 << 20))
+    shutil.copytree(base, tmp_path / "copy")
+    shutil.copytree(base, tuned)
+    changed = bytearray((tuned / "b.safetensors").read_bytes())
+    changed[1 << 19 :] = rng.bytes(1 << 19)
+    (tuned / "b.safetensors").write_bytes(changed)
+    crcs = [content_crc(str(folder)) for folder in (base, tmp_path / "copy", tuned)]
+    assert crcs[0] == crcs[1] != crcs[2]
+    assert content_crc("org/name") != content_crc("org/other")
 
 
 def test_names_of_tensors_come_from_one_file_or_an_index(tmp_path: Path) -> None:

@@ -76,6 +76,16 @@ def test_workers_that_fail_have_nothing_to_offer(monkeypatch: pytest.MonkeyPatch
     assert not made.can_capture
 
 
+def test_the_workers_know_how_often_the_target_was_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    made = link(engine, monkeypatch, "capture", "swap")
+    made.note_new_target()  # before they are attached
+    made.attach()
+    made.note_new_target()
+    assert engine.asked[0][1][0]["target_updates"] == 1
+    assert engine.asked[-1] == ("honed_new_target", (2,))
+
+
 def test_without_capture_no_ring_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
     link(engine, monkeypatch, "swap", "estimates").attach()

@@ -4,6 +4,7 @@ import shutil
 import time
 
 import numpy as np
+import pytest
 
 from honed.attach.capture.ring_writer import RingWriter
 from honed.recalib.config.trainer import SampleSettings
@@ -23,8 +24,8 @@ def drain(traffic):
         pass
 
 
-def ring_of(tmp_path, engine="e0", width=WIDTH):
-    return RingWriter(tmp_path / "engines" / engine / "ring", 1 << 21, width)
+def ring_of(tmp_path, engine="e0", width=WIDTH, target=0):
+    return RingWriter(tmp_path / "engines" / engine / "ring", 1 << 21, width, target=target)
 
 
 def test_rings_that_appear_later_are_found_and_share_the_memory(tmp_path):
@@ -155,6 +156,28 @@ def test_another_feature_width_makes_the_old_samples_useless(tmp_path):
     ring_of(tmp_path, width=WIDTH * 2)
     drain(traffic)
     assert traffic.feeds[0].num_bytes == 0
+
+
+@pytest.mark.parametrize("is_trainer_new", [False, True])
+def test_another_target_makes_the_old_samples_useless(tmp_path, is_trainer_new):
+    """Its features are of the same shape and mean something else; so do those on disk."""
+
+    def made():
+        settings = SampleSettings(sample_bytes=40_000, spill_bytes=1 << 20, max_session_share=1.0)
+        return Traffic(tmp_path, settings, HoldOut(b"k" * 16), tmp_path / "samples")
+
+    traffic = made()
+    write_sessions(ring_of(tmp_path, target=7), "a", 40)
+    drain(traffic)
+    joint = traffic.joint([traffic.feeds[0].reader.path])
+    assert joint.store.workloads() == ["a"]
+    assert traffic.spilled_bytes > 0
+    write_sessions(ring_of(tmp_path, target=8), "b", 10)
+    drain(made() if is_trainer_new else traffic)
+    assert list((tmp_path / "samples").rglob("*-00000007/*")) == []
+    if not is_trainer_new:
+        assert traffic.feeds[0].store.workloads() == ["b"]
+        assert joint.store.workloads() == [], "an operation doesn't go over to the other one"
 
 
 def test_request_that_was_cut_off_by_a_restart_is_kept(tmp_path):
