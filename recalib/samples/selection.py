@@ -2,7 +2,7 @@
 
 A workload that drifted has samples from before and from after. Only the latter are of the traffic that must gain. The earlier
 ones count as a workload of their own: a share of the training keeps what they teach, and the gate sees to it that little of it
-is lost.
+is lost. Those that may be of either time, since the trainer was restarted in between, are left out.
 """
 
 from __future__ import annotations
@@ -53,6 +53,6 @@ class Selection:
         if not label:
             held = self._store.stretches(workload, is_held_out)
             since_s = self._since_s if workload in self._divided else 0.0
-            return [one for one in held if one.taken_s >= since_s and self._is_usable(one)]
+            return [one for one in held if one.earliest_s >= since_s and self._is_usable(one)]
         held = self._store.stretches(label, is_held_out)
-        return [replace(one, workload=workload) for one in held if one.taken_s < self._since_s and self._is_usable(one)]
+        return [replace(one, workload=workload) for one in held if 0 < one.taken_s < self._since_s and self._is_usable(one)]

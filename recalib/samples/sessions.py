@@ -47,7 +47,7 @@ class _Open:
     workload: str
     drafter_version: str
     first: int
-    taken_s: float
+    came_s: tuple[float, float]
     token_ids: list[NDArray[np.int32]] = field(default_factory=list)
     features: list[NDArray[Any]] = field(default_factory=list)
     num_rows: int = 0
@@ -113,7 +113,8 @@ class _Open:
             features=np.concatenate(self.features),
             num_prompt_tokens=self.num_prompt_tokens,
             breaks=tuple(self.breaks),
-            taken_s=self.taken_s,
+            earliest_s=self.came_s[0],
+            taken_s=self.came_s[1],
         )
 
 
@@ -125,13 +126,18 @@ class SessionAssembler:
         max_rows: int = 2048,
         max_open: int = 4096,
         max_open_bytes: int = 1 << 28,
-        clock: Callable[[], float] = time.time,
+        came_s: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
         context_of: Callable[[str], str] = lambda version: version,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`context_of`: (drafter version) -> what is equal for versions whose features mean the same."""
+        """Begin with none.
+
+        Args:
+            came_s: Unix times between which the record came that is being added.
+            context_of: (drafter version) -> what is equal for versions whose features mean the same.
+        """
         self._context_of, self._monotonic = context_of, monotonic
-        self._clock, self._max_rows, self._max_open, self.max_open_bytes = clock, max_rows, max_open, max_open_bytes
+        self._came_s, self._max_rows, self._max_open, self.max_open_bytes = came_s, max_rows, max_open, max_open_bytes
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._ignored: OrderedDict[str, None] = OrderedDict()
         """Running requests that there was no memory for."""
@@ -165,7 +171,7 @@ class SessionAssembler:
             current = None
         if current is None:
             given = record.session, record.workload, record.drafter_version, record.first_position
-            current = _Open(*given, self._clock())
+            current = _Open(*given, self._came_s())
             self._open[record.request] = current
         self._open.move_to_end(record.request)
         current.seen_s = self._monotonic()
@@ -178,7 +184,7 @@ class SessionAssembler:
         if num_rows > self._max_rows and current.num_rows > current.num_prompt_tokens:
             yield current.close()
             current.keep_as_context(self._max_rows // 2)
-            current.taken_s = self._clock()
+            current.came_s = self._came_s()
         if overlap < len(record.token_ids):
             current.append(record, overlap)
         if current.num_rows > self._max_rows and current.num_rows == current.num_prompt_tokens:

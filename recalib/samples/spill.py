@@ -34,7 +34,7 @@ log = structlog.get_logger("honed.trainer")
 Key = tuple[str, bool]
 """Workload, and whether it is held out."""
 _NO_FEATURES = np.zeros((0, 0), np.uint8)
-_LABELS = ("session", "workload", "drafter_version", "first_position", "num_prompt_tokens", "breaks", "taken_s")
+_LABELS = ("session", "workload", "drafter_version", "first_position", "num_prompt_tokens", "breaks", "taken_s", "earliest_s")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -26,7 +26,9 @@ class Stretch:
     breaks: tuple[int, ...] = ()
     """Positions of tokens that the target emitted in place of a draft, ascending."""
     taken_s: float = 0.0
-    """Unix time at which the first row came; 0: unknown."""
+    """Unix time by which the first row had come; 0: unknown."""
+    earliest_s: float = 0.0
+    """Unix time before which it hadn't. The two are equal unless it was in the ring before the trainer was."""
 
     @property
     def num_rows(self) -> int:

@@ -48,10 +48,11 @@ class Feed:
         self.reader = RingReader(path)
         self.store = SampleStore(settings, hold_out, spill=spill)
         self._is_old = True
-        """The record came before the ring was followed, so its time is unknown."""
+        """The record came before the ring was followed, so its time isn't known well."""
+        self._was_made_s = self._was_opened_s = 0.0
         self._assembler = SessionAssembler(
             settings.max_rows,
-            clock=self._now,
+            came_s=self._came_s,
             context_of=lambda version: context_of(version) if self.is_fused else "",
         )
         self.hold_to(settings.sample_bytes)
@@ -80,6 +81,7 @@ class Feed:
             for stretch in self._assembler.finish():
                 self.store.add(stretch)
             self._note_features(self.reader.header)
+            self._was_made_s, self._was_opened_s = self.reader.header.created_unix_ns / 1e9, time.time()
         if news.is_purged:
             self.forget()
         for record in news.records:
@@ -88,8 +90,9 @@ class Feed:
                 self.store.add(stretch)
         return len(news.records)
 
-    def _now(self) -> float:
-        return 0.0 if self._is_old else time.time()
+    def _came_s(self) -> tuple[float, float]:
+        now_s = time.time()
+        return (self._was_made_s, self._was_opened_s) if self._is_old else (now_s, now_s)
 
     def forget(self) -> None:
         """Drop all samples."""

@@ -116,11 +116,11 @@ def test_makes_a_version_that_is_better_in_the_type_it_is_stored_in(site):
 def test_a_workload_that_drifted_is_learned_from_what_came_since(site):
     """Text of "a" came under the label "b" before: the gain is judged on the rest, and the earlier text is kept."""
     clock = site.traffic.feeds[0]._assembler
-    clock._clock = lambda: 100.0
+    clock._came_s = lambda: (100.0, 100.0)
     write_sessions(site.ring, "a", 40, label="b")
     while site.traffic.poll():
         pass
-    clock._clock = lambda: 200.0
+    clock._came_s = lambda: (200.0, 200.0)
     operation = site.begin(since_s=150.0)
     for _ in range(5):
         operation.advance()

@@ -73,7 +73,7 @@ def files(folder: Path) -> list[Path]:
 
 def same(one: Stretch, other: Stretch) -> bool:
     a, b = (s.read(slice(0, s.num_rows)) if isinstance(s, SpilledStretch) else s for s in (one, other))
-    names = ("session", "workload", "drafter_version", "first_position", "num_prompt_tokens", "breaks", "taken_s")
+    names = ("session", "workload", "drafter_version", "first_position", "num_prompt_tokens", "breaks", "taken_s", "earliest_s")
     return (
         all(getattr(a, name) == getattr(b, name) for name in names)
         and a.token_ids.tolist() == b.token_ids.tolist()

@@ -186,7 +186,7 @@ def test_the_mixture_uses_only_what_is_usable_and_nothing_when_there_is_none():
 def test_a_workload_that_drifted_is_divided_at_the_time_of_its_change():
     held = store()
     for i in range(60):
-        held.add(replace(stretch(f"s{i}", "ab"[i % 2]), taken_s=100.0 + i))
+        held.add(replace(stretch(f"s{i}", "ab"[i % 2]), taken_s=100.0 + i, earliest_s=100.0 + i))
     whole = Selection(held, lambda s: True, ["a"])
     assert whole.workloads() == ["a", "b"]
     parts = Selection(held, lambda s: s.taken_s != 159.0, ["a"], since_s=120.0)

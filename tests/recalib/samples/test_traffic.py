@@ -10,6 +10,7 @@ from honed.attach.capture.ring_writer import RingWriter
 from honed.recalib.config.trainer import SampleSettings
 from honed.recalib.samples import ring_reader
 from honed.recalib.samples.hold_out import HoldOut
+from honed.recalib.samples.selection import Selection
 from honed.recalib.samples.traffic import GONE_S, POLL_S, Traffic
 from tests.recalib.toy_traffic import WIDTH, write_sessions
 
@@ -99,8 +100,9 @@ def test_an_engine_that_is_gone_for_good_takes_no_memory(tmp_path):
     assert left.store.cap_bytes == 20_000
 
 
-def test_what_the_ring_held_before_it_was_followed_is_of_unknown_time(tmp_path):
+def test_what_the_ring_held_before_it_was_followed_came_since_the_ring_was_made(tmp_path):
     """A trainer that was restarted reads again what it had read, and must not take it for news."""
+    made_s = time.time()
     ring = ring_of(tmp_path)
     write_sessions(ring, "a", 10)
     traffic = follow(tmp_path)
@@ -109,9 +111,20 @@ def test_what_the_ring_held_before_it_was_followed_is_of_unknown_time(tmp_path):
     write_sessions(ring, "a", 10, seed=1)
     drain(traffic)
     store = traffic.feeds[0].store
-    taken_s = [one.taken_s for side in (False, True) for one in store.stretches("a", side)]
-    assert sum(one == 0.0 for one in taken_s) == 10
-    assert sum(before <= one <= time.time() for one in taken_s) == 10
+    came_s = [(one.earliest_s, one.taken_s) for side in (False, True) for one in store.stretches("a", side)]
+    old = [one for one in came_s if one[0] < one[1]]
+    assert (len(old), len(came_s)) == (10, 20)
+    assert all(made_s <= earliest_s < latest_s <= before for earliest_s, latest_s in old)
+    assert all(before <= one[0] <= time.time() for one in came_s if one not in old)
+
+    def chosen(since_s):
+        """Numbers of samples that must gain, and of earlier ones."""
+        parts = Selection(store, lambda one: True, ["a"], since_s)
+        return tuple(sum(len(parts.stretches(name, side)) for side in (False, True)) for name in ("a", "a (earlier)"))
+
+    assert chosen(made_s) == (20, 0), "the ring is younger than the change"
+    assert chosen((old[0][0] + old[0][1]) / 2) == (10, 0), "those that may be of either time are neither"
+    assert chosen(before) == (10, 10)
 
 
 def test_all_that_the_ring_held_is_old_however_many_polls_it_takes(tmp_path, monkeypatch):
@@ -124,8 +137,8 @@ def test_all_that_the_ring_held_is_old_however_many_polls_it_takes(tmp_path, mon
     assert 0 < feed.poll(256) < 256, "it ends for the bytes"
     write_sessions(ring, "a", 10, seed=1)
     drain(traffic)
-    taken_s = [one.taken_s for side in (False, True) for one in feed.store.stretches("a", side)]
-    assert (len(taken_s), sum(one == 0.0 for one in taken_s)) == (30, 20)
+    are_old = [one.earliest_s < one.taken_s for side in (False, True) for one in feed.store.stretches("a", side)]
+    assert (len(are_old), sum(are_old)) == (30, 20)
 
 
 def test_a_poll_reads_all_there_is_unless_that_takes_too_long(tmp_path):
