@@ -122,7 +122,7 @@ def database() -> list[Panel]:
         ),
         plot(
             "Trouble",
-            "Refusals a second, and 1 while it refuses received events.",
+            "Refusals a second, and 1 while it refuses events or states.",
             [
                 (rate("honed_db_errors_total", "", DAEMON), "errors"),
                 (f"honed_db_failing{{{DAEMON}}}", "failing (right)"),

@@ -3,11 +3,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 
+import pysqlite3
 import pytest
 from fastapi.testclient import TestClient
 
 from honed.adapt.protocol import wire
 from honed.daemon.api.app import make_app
+from honed.daemon.errors import StoreError
 from honed.daemon.service import Service
 from tests.daemon.exposition import scrape
 from tests.daemon.fake_engine import FakeEngine
@@ -27,12 +29,17 @@ def test_database_and_disk(service: Service, make_engine: Callable[..., FakeEngi
     assert 0 < found["honed_disk_free_bytes"][""] < usage.total
 
 
-def test_a_refusing_database_shows(service: Service) -> None:
-    service.store.is_failing = True
-    service.store.note_error(OSError("disk full"))
+def test_a_refusing_database_shows(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise pysqlite3.OperationalError("disk I/O error")
+
+    assert scrape(service)["honed_db_failing"] == {"": 0}
+    monkeypatch.setattr(service.store._files, "check", fail)
+    with pytest.raises(StoreError):
+        service.store.write(lambda db: None)
     found = scrape(service)
     assert found["honed_db_failing"] == {"": 1}
-    assert found["honed_db_errors_total"] == {"": 1}
+    assert found["honed_db_errors_total"][""] >= 1
 
 
 def test_a_scrape_works_while_the_state_directory_is_gone(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

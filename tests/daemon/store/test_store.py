@@ -161,17 +161,17 @@ def disk_error() -> None:
 
 def test_a_store_without_batches_fails_and_recovers_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever looked was told that all was well, while no hello and no state was written."""
-    monkeypatch.setattr(pruning, "EVERY_S", 0.05)
-    store.write(lambda db: None)
+    assert store.drain(20)
     with monkeypatch.context() as broken:
         broken.setattr(store._files, "check", disk_error)
         waiting = store.keep("state", set_meta(1))
         wait_for(lambda: store.is_failing, "the refusal")
     waiting.result(20)
     assert not store.is_failing
-    store.is_failing = True  # as after a job that isn't retried, and then nothing more to store
-    store.put(stored(make_batch(1)))
-    assert store.drain(20)
+    with store._changed:
+        store.is_failing = True  # as after a job that isn't retried, and then nothing more to store
+        store._pruning._due_s = float("-inf")
+        store._changed.notify_all()
     wait_for(lambda: not store.is_failing, "the next look at the disk")
 
 
