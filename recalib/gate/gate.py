@@ -5,7 +5,8 @@ compared, not rounds: rounds of one conversation aren't independent, and both dr
 
     a workload that must gain    g > 1 + margin, and p <= (1 - confidence) * share
                                  with fewer than `sessions_needed`: refused, too few to judge
-    any other                    with `min_sessions` or more: g >= 1 - max_loss; with fewer it isn't judged
+    any other                    with `min_sessions` or more: g >= 1 - max_loss, or its interval reaches 1 and
+                                 g >= 1 - SURE_LOSSES * max_loss; with fewer it isn't judged
 
 p is the probability of such a gain if the two were equal. Then their figures could as well be swapped in any session, so p is
 the share of all swaps whose gain is as large. It is exact for any number of sessions; 6 give 1/64 at best.
@@ -13,6 +14,10 @@ the share of all swaps whose gain is as large. It is exact for any number of ses
 1 - confidence is the error of a whole procedure: how often a candidate that equals its parent passes. `share` is an attempt's
 part of it, and the parts of all attempts that answer one alarm add up to 1. A second blend is judged only after the first has
 gained, so it adds no error. If several workloads must gain, all of them must. If none must, all sessions together must.
+
+The intervals of all other workloads hold together with that confidence, each with an equal part of the error (Bonferroni). By
+estimates alone, few sessions would often refuse an equal candidate, the more workloads the likelier. The canary watches each
+workload's loss again, on more evidence.
 
 No torch here: the daemon reads the settings.
 
@@ -44,6 +49,10 @@ MOST_AT_ONCE = 1 << 14
 """Swaps in memory at a time."""
 
 
+SURE_LOSSES = 4
+"""A loss of so many times `max_loss` counts whatever its interval."""
+
+
 @dataclass(frozen=True)
 class GateSettings:
     """Settings of the gate: sample sizes, margins and confidence."""
@@ -53,7 +62,7 @@ class GateSettings:
     margin: float = 0.0
     """Gain that the estimate must exceed."""
     max_loss: float = 0.03
-    """Largest loss allowed for a workload that needn't gain."""
+    """Largest loss allowed for a workload that needn't gain, if it is sure that there is one; four times as much if not."""
     confidence: float = 0.95
     """Probability that no candidate passes that equals its parent, over all attempts and blends that answer one alarm.
     Confidence of the interval, too."""
@@ -128,8 +137,10 @@ def judge(
         figure, reason = _judge_gain(workload, pairs, settings, share)
         figures.append(figure)
         reasons.append(reason)
-    for workload in sorted(set(before) - set(wanted)):
-        figure, reason = _judge_loss(workload, _pairs(before, after, [workload]), settings)
+    others = {workload: _pairs(before, after, [workload]) for workload in sorted(set(before) - set(wanted))}
+    num_judged = max(sum(len(pairs) >= settings.min_sessions for pairs in others.values()), 1)
+    for workload, pairs in others.items():
+        figure, reason = _judge_loss(workload, pairs, settings, num_judged)
         figures.append(figure)
         reasons.append(reason)
     reasons = [reason for reason in reasons if reason]
@@ -173,10 +184,11 @@ def _judge_gain(workload: str, pairs: NDArray[np.int64], settings: GateSettings,
     return _figures(workload, pairs, (low, high, parent, candidate), not reason, True, p_value), reason
 
 
-def _judge_loss(workload: str, pairs: NDArray[np.int64], settings: GateSettings) -> tuple[GateFigures, str]:
-    low, high, parent, candidate = _interval(pairs, settings)
+def _judge_loss(workload: str, pairs: NDArray[np.int64], settings: GateSettings, num_judged: int) -> tuple[GateFigures, str]:
+    low, high, parent, candidate = _interval(pairs, settings, num_judged)
     is_judged = len(pairs) >= settings.min_sessions
-    is_loss = is_judged and candidate / parent < 1.0 - settings.max_loss
+    gain, most = candidate / parent, settings.max_loss
+    is_loss = is_judged and gain < 1.0 - most and (high < 1.0 or gain < 1.0 - SURE_LOSSES * most)
     reason = f"loss on workload {workload!r}: {_range(candidate / parent, low, high)}" if is_loss else ""
     return _figures(workload, pairs, (low, high, parent, candidate), not reason, False, is_judged=is_judged), reason
 
@@ -209,12 +221,16 @@ def _figures(
     )
 
 
-def _interval(pairs: NDArray[np.int64], settings: GateSettings) -> tuple[float, float, float, float]:
-    """Low and high end of the gain, and both acceptance lengths; without sessions the interval is unbounded."""
+def _interval(pairs: NDArray[np.int64], settings: GateSettings, num_intervals: int = 1) -> tuple[float, float, float, float]:
+    """Low and high end of the gain, and both acceptance lengths; without sessions the interval is unbounded.
+
+    Args:
+        num_intervals: number of those that hold together with the confidence.
+    """
     if not len(pairs):
         return 0.0, float(2**31), 1.0, 1.0
     gains = bootstrap_gains(pairs, settings.resamples, settings.seed)
-    tail = (1.0 - settings.confidence) / 2.0
+    tail = (1.0 - settings.confidence) / 2.0 / num_intervals
     low, high = np.quantile(gains, [tail, 1.0 - tail])
     parent, candidate = _lengths(pairs.sum(axis=0))
     return float(low), float(high), float(parent), float(candidate)

@@ -61,6 +61,38 @@ def test_small_loss_elsewhere_is_borne():
     assert judge(before, after, ["a"], SETTINGS).passed
 
 
+def few(workload, accepted):
+    """Six sessions of unlike success."""
+    return [SessionFigures(f"{workload}-{i}", workload, 0, 0, 40, count) for i, count in enumerate(accepted)]
+
+
+@pytest.mark.parametrize(
+    ("accepted", "passed"),
+    [
+        ((60, 40, 40, 40, 40, 40), True),
+        ((52, 24, 38, 40, 24, 42), True),  # 4 % less, within what six sessions vary
+        ((36, 36, 36, 36, 37, 37), False),  # 5 % less in each
+        ((60, 5, 40, 10, 38, 5), False),  # 17 % less, however they vary
+    ],
+)
+def test_few_sessions_refuse_only_a_loss_that_is_sure_or_large(accepted, passed):
+    before = sessions("a", 10, 1.0) + few("b", [40] * 6)
+    verdict = judge(before, sessions("a", 10, 1.5) + few("b", accepted), ["a"], SETTINGS)
+    assert verdict.passed == passed
+
+
+@pytest.mark.fault("a gate that equal candidates fail by luck")
+def test_a_candidate_like_its_parent_on_many_workloads_is_seldom_refused():
+    rng, names = np.random.default_rng(0), [f"w{i}" for i in range(8)]
+
+    def drafted():
+        return [one for name in names for one in few(name, rng.binomial(120, 0.45, 6))]
+
+    before, after = sessions("a", 10, 1.0), sessions("a", 10, 1.5)
+    refused = sum(not judge(before + drafted(), after + drafted(), ["a"], SETTINGS).passed for _ in range(100))
+    assert refused <= 30
+
+
 def test_too_few_held_out_sessions_are_a_reason_to_refuse():
     verdict = judge(sessions("a", 3, 1.0), sessions("a", 3, 2.0), ["a", "unseen"], SETTINGS)
     assert [f.sessions for f in verdict.figures] == [3, 0]
