@@ -474,7 +474,7 @@ class GateFigures(_Message, frozen=True):
     parent: float
     candidate: float
     gain_low: float
-    """Lower end of the 95 % paired-bootstrap interval of candidate / parent."""
+    """Lower end of the paired-bootstrap interval of candidate / parent. Those of workloads that needn't gain hold together."""
     gain_high: float
     passed: bool
     must_gain: bool = False

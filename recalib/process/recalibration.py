@@ -174,7 +174,7 @@ class Recalibration:
             if verdict.passed or not verdict.has_gained:
                 break
         if not verdict.passed:
-            run.check_result(verdict.figures)
+            run.check_result(verdict.figures, self._gate.min_sessions)
             return self._result(ok=True, error="gate: " + "; ".join(verdict.reasons))
         if self.request.dry_run:
             return self._result(ok=True)

@@ -260,14 +260,15 @@ class TrainingRun:
             "are broken; promote another version, or look for NaN in what the target computes"
         )
 
-    def check_result(self, figures: Iterable[GateFigures]) -> None:
+    def check_result(self, figures: Iterable[GateFigures], min_sessions: int) -> None:
         """Raise OperationError if half of the accepted drafts are lost on a workload: not a small gain, but a ruined drafter.
 
-        Losses can't tell: each micro-step has samples of its own, and those of one workload may have several times the loss of
-        another's.
+        Fewer sessions than `min_sessions` show nothing. Losses can't tell: each micro-step has samples of its own, and those of
+        one workload may have several times the loss of another's.
         """
         for one in figures:
-            if one.parent - one.candidate > max(0.5 * (one.parent - 1.0), LEAST_LOST):
+            is_shown = one.is_judged and one.sessions >= min_sessions
+            if is_shown and one.parent - one.candidate > max(0.5 * (one.parent - 1.0), LEAST_LOST):
                 where = f"on workload {one.workload!r}" if one.workload else "on all workloads"
                 fell = f"the acceptance length fell from {one.parent:.2f} to {one.candidate:.2f} {where}"
                 raise OperationError(f"training diverged: {fell}; {self._lower_rate}")

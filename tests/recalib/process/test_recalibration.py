@@ -20,6 +20,7 @@ from honed.recalib.samples.selection import Selection
 from honed.recalib.samples.traffic import Traffic
 from honed.recalib.training.micro_step import MicroTrainer
 from honed.recalib.training.pace import Pace
+from honed.recalib.training.progress import OperationError
 from honed.recalib.training.training_run import TrainingRun
 from tests.recalib.toy_traffic import WIDTH, make_pair, tokens, write_sessions
 
@@ -499,6 +500,18 @@ def test_a_training_that_diverges_says_so(site):
     said = rf"training diverged: {fell}; lower trainer\.learning_rate \(1\)"
     assert re.fullmatch(said, result.error), result.error
     assert len(site.registry.versions()) == 2
+
+
+def test_a_few_sessions_show_no_divergence(site):
+    """The gate doesn't judge by them either, and its reason is the one to tell."""
+    write_sessions(site.ring, "b", 40)
+    operation = site.begin()
+    operation.advance()
+    fallen = wire.GateFigures(workload="a", sessions=6, parent=3.0, candidate=1.2, gain_low=0.3, gain_high=0.5, passed=False)
+    few = msgspec.structs.replace(fallen, sessions=5)
+    operation._run.check_result([few, msgspec.structs.replace(fallen, is_judged=False)], 6)
+    with pytest.raises(OperationError, match=r"training diverged: .* from 3\.00 to 1\.20 on workload 'a'"):
+        operation._run.check_result([few, fallen], 6)
 
 
 def test_a_loss_that_rises_because_other_samples_came_is_no_divergence(site, monkeypatch):
