@@ -76,7 +76,7 @@ class Spill:
         clock: Callable[[], float] = time.time,
         uptime: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
     ) -> None:
-        self._folder, self.max_bytes, self._max_age_s, self._clock, self._uptime = folder, max_bytes, max_age_s, clock, uptime
+        self.folder, self.max_bytes, self._max_age_s, self._clock, self._uptime = folder, max_bytes, max_age_s, clock, uptime
         self._kind = ""
         self._held: deque[tuple[float, int, Key, SpilledStretch]] = deque()
         """Time of writing by `uptime`, bytes of the file, key, stretch; oldest first."""
@@ -85,6 +85,11 @@ class Spill:
         """True during an operation: its chosen samples must stay."""
         self._has_failed = False
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has taken up what an earlier process left."""
+        return bool(self._kind)
+
     def begin(self, kind: str, key_of: Callable[[Stretch], Key]) -> None:
         """Load what an earlier process left of this kind of features; remove the files of others."""
         if kind == self._kind:
@@ -92,10 +97,10 @@ class Spill:
         self._kind = kind
         self._held.clear()
         self.num_bytes = 0
-        for other in self._folder.glob("*"):
+        for other in self.folder.glob("*"):
             if other.name != kind:
                 shutil.rmtree(other, ignore_errors=True)
-        for path in sorted((self._folder / kind).glob("*")):
+        for path in sorted((self.folder / kind).glob("*")):
             try:
                 age_s = self._clock() - int(path.name.split("-")[0]) / 1e9
                 if age_s < 0.0:
@@ -111,7 +116,7 @@ class Spill:
         """Write a stretch that memory is about to drop; if the disk fails it is lost, and a warning is logged once."""
         if self.is_frozen or not self._kind or stretch.num_bytes > self.max_bytes:
             return
-        folder = self._folder / self._kind
+        folder = self.folder / self._kind
         path = folder / f"{int(self._clock() * 1e9):020d}-{secrets.token_hex(4)}.safetensors"
         labels = {name: getattr(stretch, name) for name in _LABELS}
         try:
@@ -153,7 +158,7 @@ class Spill:
         """Remove everything, even files of an earlier process and during an operation."""
         self._held.clear()
         self.num_bytes = 0
-        remove(self._folder)
+        remove(self.folder)
 
     def _add(self, written_s: float, num_bytes: int, key: Key, stretch: SpilledStretch) -> None:
         self._held.append((written_s, num_bytes, key, stretch))

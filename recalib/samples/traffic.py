@@ -13,6 +13,7 @@ from pathlib import Path
 from honed.adapt.protocol.sample_ring import FEATURE_KINDS, RingHeader
 from honed.recalib.config.trainer import SampleSettings
 from honed.recalib.samples.hold_out import HoldOut
+from honed.recalib.samples.left_files import LeftFiles
 from honed.recalib.samples.ring_reader import MOST_PROBLEMS, RingReader
 from honed.recalib.samples.sessions import SessionAssembler
 from honed.recalib.samples.spill import Spill, remove
@@ -176,8 +177,10 @@ class Traffic:
         self._spill_dir = spill_dir if settings.spill_bytes else None
         if spill_dir is not None and self._spill_dir is None:
             remove(spill_dir)
+        self._left = LeftFiles(self._spill_dir, settings.spill_max_age_s) if self._spill_dir is not None else None
         self._feeds: dict[Path, Feed] = {}
         self._monotonic, self._gone_since_s = monotonic, dict[Path, float]()
+        self.expire()
 
     def feed(self, path: Path) -> Feed:
         """Return the feed of a ring; a new one starts now."""
@@ -203,9 +206,12 @@ class Traffic:
             spill.is_frozen = is_frozen
 
     def expire(self) -> None:
-        """Remove files that have been on disk for too long."""
+        """Remove files that have been on disk for too long, or are too many, whichever engine's they are."""
         for spill in self._spills:
             spill.expire()
+        if self._left is not None:
+            taken_up = {spill.folder for spill in self._spills if spill.has_begun}
+            self._left.expire(taken_up, self._settings.spill_bytes - sum(spill.num_bytes for spill in self._spills))
 
     def discover(self) -> None:
         """Begin to follow rings that have appeared, and forget those of engines that have been gone for an hour."""
@@ -241,12 +247,14 @@ class Traffic:
             feed.forget()
         if self._spill_dir is not None:
             problems.append(remove(self._spill_dir))
+        if self._left is not None:
+            self._left.forget()
         return [problem for problem in problems if problem][:MOST_PROBLEMS]
 
     @property
     def spilled_bytes(self) -> int:
         """Bytes on disk."""
-        return sum(spill.num_bytes for spill in self._spills)
+        return sum(spill.num_bytes for spill in self._spills) + (self._left.num_bytes if self._left is not None else 0)
 
     @property
     def _spills(self) -> list[Spill]:

@@ -62,9 +62,7 @@ class TrainingState:
             part.unlink(missing_ok=True)
             raise
         fsync_path(self._folder)
-        for other in self._folder.glob("*.safetensors"):
-            if other != self._path:
-                other.unlink(missing_ok=True)
+        self._remove_others()
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Load the last saved state; None if there is none, it belongs to another training, or it is damaged."""
@@ -84,3 +82,10 @@ class TrainingState:
     def discard(self) -> None:
         """Delete the file: the operation has ended."""
         self._path.unlink(missing_ok=True)
+        self._remove_others()
+
+    def _remove_others(self) -> None:
+        """Remove other operations' files, and what was left of a file by a process that was killed while it wrote it."""
+        for other in [*self._folder.glob("*.safetensors"), *self._folder.glob(".*.part")]:
+            if other != self._path:
+                other.unlink(missing_ok=True)

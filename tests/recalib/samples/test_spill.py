@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -241,6 +243,39 @@ def test_a_purge_leaves_nothing_on_disk_in_memory_or_in_the_ring(tmp_path: Path,
     write_sessions(ring_of(tmp_path, "e0"), "a", 40, seed=3)
     drain(traffic)
     assert traffic.spilled_bytes > 0, "it goes on with what comes after"
+
+
+def test_what_an_earlier_trainer_left_has_the_same_limit_of_bytes(tmp_path: Path) -> None:
+    write_sessions(ring_of(tmp_path), "a", 40)
+    drain(traffic_of(tmp_path, 1 << 20))
+    before = {path: path.stat().st_size for path in files(tmp_path / "state")}
+    shutil.rmtree(tmp_path / "engines")
+    torn = tmp_path / "state" / "samples" / "x" / "y" / "odd.part"
+    torn.parent.mkdir(parents=True)
+    torn.write_bytes(b"half")
+    traffic = traffic_of(tmp_path, most := sum(before.values()) - 1)
+    left = set(files(tmp_path / "state"))
+    assert traffic.spilled_bytes == sum(before[path] for path in left) <= most
+    assert before.keys() - left == {min(before, key=lambda path: path.name)}, "the oldest"
+    assert not (tmp_path / "state" / "samples" / "x").exists()
+
+
+def test_what_a_gone_engine_left_goes_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gone", "back"):
+        write_sessions(ring_of(tmp_path, name), "a", 40)
+    drain(first := traffic_of(tmp_path, 1 << 20))
+    (gone,) = (feed.store.spill for feed in first.feeds if feed.reader.path.parent.name == "gone")
+    assert gone is not None
+    assert files(gone.folder)
+    shutil.rmtree(tmp_path / "engines" / "gone")
+    drain(traffic := traffic_of(tmp_path, 1 << 20))
+    traffic.expire()
+    assert traffic.spilled_bytes == sum(path.stat().st_size for path in files(tmp_path / "state")), "each counts once"
+    later_s = time.clock_gettime(time.CLOCK_BOOTTIME) + 86400.0
+    monkeypatch.setattr(traffic._left, "_uptime", lambda: later_s)
+    traffic.expire()
+    assert not gone.folder.exists()
+    assert traffic.spilled_bytes == sum(path.stat().st_size for path in files(tmp_path / "state")) > 0
 
 
 def test_other_features_take_what_is_on_disk_along(tmp_path: Path) -> None:

@@ -55,6 +55,15 @@ def test_only_the_latest_operation_is_kept(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_parts_of_a_save_that_was_killed_go(tmp_path: Path) -> None:
+    state = TrainingState(tmp_path, "op-2", {})
+    for end in (lambda: state.save(TENSORS, FACTS), state.discard):
+        for number in (1, 2):
+            (tmp_path / f".op-{number}.safetensors.part").write_bytes(b"half")
+        end()
+        assert not list(tmp_path.glob("*.part"))
+
+
 def test_an_id_with_slashes_stays_in_the_folder(tmp_path: Path) -> None:
     state = TrainingState(tmp_path / "in", "../../op", {})
     state.save(TENSORS, FACTS)
