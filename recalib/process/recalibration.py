@@ -144,12 +144,14 @@ class Recalibration:
             self._state_dir,
             lambda: self._waited_s,
         )
-        request, is_usable = self.request, self._usable(parent, run.vocab_size, run.num_draft_tokens)
-        samples = Selection(self._feed.store, is_usable, request.workloads, request.since_s)
+        request, why_unusable = self.request, self._why_unusable(parent, run.vocab_size, run.num_draft_tokens)
+        samples = Selection(self._feed.store, lambda one: not why_unusable(one), request.workloads, request.since_s)
+        lost_then = self._feed.num_lost()
         run.check_memory()
         while missing := self._missing(samples):
             if self.elapsed_s > self._settings.collect_s:
-                raise OperationError(f"too few samples after {self.elapsed_s:.0f} s: {missing}; {_COLLECT_CURE}")
+                unused = self._unused(why_unusable, self._feed.num_lost() - lost_then)
+                raise OperationError(f"too few samples after {self.elapsed_s:.0f} s: {missing}; {unused}{_COLLECT_CURE}")
             yield "collecting"
         yield "training"
         run.check_memory()  # memory that was free may be in use now
@@ -232,19 +234,39 @@ class Recalibration:
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
-    def _usable(self, parent: Manifest, vocab_size: int, num_draft_tokens: int) -> Callable[[Stretch], bool]:
-        """Fused features are meaningful only to drafters with the same `fc` and `hidden_norm` as the one that made them.
+    def _why_unusable(self, parent: Manifest, vocab_size: int, num_draft_tokens: int) -> Callable[[Stretch], str]:
+        """Return what says why a stretch can't be used, "" if it can.
+
+        Fused features are meaningful only to drafters with the same `fc` and `hidden_norm` as the one that made them.
 
         A token outside the vocabulary would end the training, and on a GPU the process. An answer without a whole block
         teaches and shows nothing.
         """
         same = {m.version for m in self._registry.versions() if m.context_sha256 == parent.context_sha256}
 
-        def is_usable(stretch: Stretch) -> bool:
-            is_known = not self._feed.is_fused or not stretch.drafter_version or stretch.drafter_version in same
-            return is_known and stretch.num_judged > num_draft_tokens and bool(stretch.token_ids.max(initial=0) < vocab_size)
+        def why(stretch: Stretch) -> str:
+            if self._feed.is_fused and stretch.drafter_version and stretch.drafter_version not in same:
+                return "answers with another drafter's features"
+            if stretch.num_judged <= num_draft_tokens:
+                return "answers shorter than a block of drafts"
+            return "answers with tokens outside the vocabulary" if stretch.token_ids.max(initial=0) >= vocab_size else ""
 
-        return is_usable
+        return why
+
+    def _unused(self, why_unusable: Callable[[Stretch], str], lost: Counter[str]) -> str:
+        """List what couldn't be used and why, with the number of each; "" if there is nothing.
+
+        Args:
+            lost: what was lost or refused since the operation began.
+        """
+        found, store = +lost, self._feed.store
+        for workload in self.request.workloads or store.workloads():
+            for stretch in (*store.stretches(workload, False), *store.stretches(workload, True)):
+                if why := why_unusable(stretch):
+                    found[why] += 1
+                elif stretch.earliest_s < self.request.since_s:
+                    found["answers from before the drift"] += 1
+        return f"not used: {', '.join(f'{count} {why}' for why, count in found.items())}; " if found else ""
 
     def _missing(self, samples: Selection) -> str:
         """List what is still needed before training can begin; "" if nothing is."""
@@ -312,7 +334,7 @@ class Recalibration:
         )
 
 
-_COLLECT_CURE = "send such traffic, or raise capture_share"
+_COLLECT_CURE = "every request is captured meanwhile: send more such traffic, or wait for it longer (trainer.collect_s)"
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -69,6 +70,11 @@ class Feed:
     def num_bytes(self) -> int:
         """Memory held, including unfinished requests."""
         return self.store.num_bytes + self._assembler.open_bytes
+
+    def num_lost(self) -> Counter[str]:
+        """Count what never became a sample, by reason, so far."""
+        lost = self.reader.lost_records + self.reader.bad_records
+        return Counter({"answers too short or repetitive": self.store.counts["short"], "records lost in the ring": lost})
 
     def hold_to(self, cap_bytes: int) -> None:
         """Hold no more than this from now on, and an eighth of it of unfinished requests."""
@@ -146,7 +152,12 @@ class JointFeed:
     """The feeds that one operation learns from."""
 
     def __init__(self, feeds: Sequence[Feed]) -> None:
+        self._feeds = feeds
         self.store = JointStore(feeds)
+
+    def num_lost(self) -> Counter[str]:
+        """As `Feed.num_lost`, of all."""
+        return sum((feed.num_lost() for feed in self._feeds), Counter())
 
     @property
     def is_fused(self) -> bool:

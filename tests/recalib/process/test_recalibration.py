@@ -1,6 +1,7 @@
 """One operation, unit by unit, with a clock that the test turns."""
 
 import re
+import time
 from dataclasses import replace
 
 import msgspec
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from honed.adapt.protocol import wire
+from honed.adapt.protocol.sample_ring import FLAG_PREFILL
 from honed.attach.capture.ring_writer import RingWriter
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.drafter.checkpoint import load_drafter
@@ -173,7 +175,30 @@ def test_says_what_is_missing_when_samples_do_not_come(site):
     assert not result.ok
     assert "of 1000 emitted tokens" in result.error
     assert "held-out sessions of workload 'b'" in result.error
-    assert "capture_share" in result.error
+    assert "not used" not in result.error
+    assert result.error.endswith("wait for it longer (trainer.collect_s)")
+
+
+def test_says_what_could_not_be_used_when_samples_do_not_come(site):
+    write_sessions(site.ring, "b", 3, version="unknown")
+    write_sessions(site.ring, "b", 2, seed=1)
+    write_sessions(site.ring, "b", 9, seed=2, rows=8)  # before the operation begins
+    operation = site.begin(since_s=time.time() + 1.0)
+    operation.advance()
+    site.ring.write_rows("long-prompt", "b", "", 0, tokens("b", 0, 40), bfloat16(1.0, 40), FLAG_PREFILL)
+    site.ring.write_rows("long-prompt", "b", "", 40, tokens("b", 40, 2), bfloat16(1.0, 2))
+    site.ring.write_end("long-prompt", "b")
+    write_sessions(site.ring, "b", 4, seed=3, rows=8)
+    while site.traffic.poll():
+        pass
+    site.now_s = SETTINGS.collect_s + 1
+    unused = site.finish(operation).error.split("; ")[1]
+    assert unused.startswith("not used: 4 answers too short or repetitive, ")
+    assert set(unused.removeprefix("not used: ").split(", ")[1:]) == {
+        "3 answers with another drafter's features",
+        "1 answers shorter than a block of drafts",
+        "2 answers from before the drift",
+    }
 
 
 def test_deadline_ends_an_operation_that_only_waits(site):
