@@ -397,7 +397,13 @@ def test_every_turn_s_lease_is_renewed(stage: Stage) -> None:
     candidate(stage, 1.0)
     trial = stage.service.rollout.trial
     assert trial is not None
+
+    def are_rounds_counted() -> bool:
+        with stage.service.lock:
+            return stage.service.engines.boot("engine-0", "boot").committed_seq == stage.engine._seq
+
     for _ in range(2):
+        stage.engine.serve(are_rounds_counted, "the last turn's rounds", rounds=0)  # they could end the next one
         with stage.service.lock:
             stage.service.tick(stage.service.monotonic())
             serving = trial.canary.serving
