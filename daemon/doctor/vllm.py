@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import grp
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,11 @@ UNTRAINED = "docs/training.md lists drafters that are trained; lengths are tuned
 
 ReadConfig = Callable[[str], dict[str, Any] | None]
 """A checkpoint's config.json; None if it isn't a folder on this machine."""
+
+
+def wants_trees(environment: Mapping[str, str]) -> bool:
+    """Whether a vLLM with this environment is to verify draft trees."""
+    return environment.get("HONED_TREES", "0").lower() not in ("", "0", "false", "no")
 
 
 def check_command(command: VllmCommand, subject: str, read_config: ReadConfig, *, has_trees: bool = False) -> Iterator[Check]:
@@ -125,8 +130,8 @@ def check_process(
             f"{_join(group)}, then restart vLLM: it reads groups at its start.",
         )
     yield from check_registry(process, registry, subject)
-    has_trees = (process.environment or {}).get("HONED_TREES", "0").lower() not in ("", "0", "false", "no")
-    yield from check_command(process.command, subject, read_config, has_trees=has_trees or process.environment is None)
+    has_trees = process.environment is None or wants_trees(process.environment)
+    yield from check_command(process.command, subject, read_config, has_trees=has_trees)
 
 
 def check_registry(process: VllmProcess, registry: Path, subject: str) -> Iterator[Check]:

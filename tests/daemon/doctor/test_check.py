@@ -441,6 +441,22 @@ def test_the_services_settings_are_read_as_systemd_hands_them_over(
     assert "/var/lib/honed" in result.stdout
 
 
+@pytest.mark.parametrize("is_exported", [False, True])
+def test_tree_slots_are_no_block_that_is_too_long(
+    folder: Path, paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch, is_exported: bool
+) -> None:
+    (folder / "drafter").mkdir()
+    (folder / "drafter" / "config.json").write_text('{"architectures": ["DFlashDraftModel"], "block_size": 8}')
+    speculative = {"method": "dflash", "model": str(folder / "drafter"), "num_speculative_tokens": 15}
+    command = ["vllm", "serve", "m", "--speculative-config", json.dumps(speculative)]
+    assert "drafts 15 tokens, but the drafter's block has 7" in run("--", *command).stdout
+    if is_exported:
+        monkeypatch.setenv("HONED_TREES", "1")
+    else:
+        command.insert(0, "HONED_TREES=graphs")
+    assert "drafts 15 tokens" not in run("--", *command).stdout
+
+
 def test_a_command_is_judged_before_it_is_run(paths: dict[str, Path]) -> None:
     result = run("--", "vllm", "serve", "m", "--scheduler-cls", "my.Own")
     assert result.exit_code == 1
