@@ -471,7 +471,7 @@ class Attachment:
         self._workers.set_capture_share(policy.capture_share, self._drafter_version, idle_since_step)
 
     def _end_override(self) -> None:
-        """Decide again once an operator's "off" has expired: whoever would have ended it may be gone."""
+        """Decide again once an operator's "off" has expired: the daemon that would have ended it may be gone."""
         policy = self._policy
         if policy is not None and "policy" in policy.override and self._decider.policy_age(time.monotonic()) > policy.ttl_s:
             self._undecided = ""

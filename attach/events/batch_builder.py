@@ -112,7 +112,7 @@ class BatchBuilder:
             self._steps[name].append(value)
         self._add_rounds(step, rows)
         self._rounds["num_trimmed_tokens"] += trimmed
-        # What a padded round struck was padding; behind a trimmed draft none was tried.
+        # A padded round's struck drafts were padding. Behind a trimmed draft none was tried.
         self._rounds["num_struck_tokens"] += [
             0 if trim or r in step.padded else step.struck.get(r, 0) for (r, *_), trim in zip(rows, trimmed, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""What a sleep of vLLM's level 2 takes from a drafter, and no swap brings back.
+"""Keeps the parameters of a drafter that vLLM discards in a sleep of level 2 and that no swap brings back.
 
 vLLM discards all weights then, and keeps the buffers only. The daemon has a version swapped in after the wake-up. A swap leaves
 some of the drafter's own parameters alone: an embedding and a head that aren't the target's, the table of a reduced vocabulary,

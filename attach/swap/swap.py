@@ -193,7 +193,7 @@ class Swapper:
         return {"copy_ms": (time.perf_counter() - began) * 1e3}
 
     def live_parts(self) -> Iterator[torch.Tensor]:
-        """What a swap sets, of this rank: views of the parameters, but for layers that a CPU build packed away."""
+        """Views of this rank's parameters that a swap sets, but for layers that a CPU build packed away."""
         return (part for _, part, _ in self._live())
 
     @torch.inference_mode()

@@ -138,7 +138,7 @@ class JointStore:
 
     @property
     def features(self) -> Features | None:
-        """What the rows of the first feed that has any are, once and for all."""
+        """Width, type, kind and target of the rows of the first feed that has any; they stay the same."""
         self._features = self._features or next((feed.features for feed in self._feeds if feed.features), None)
         return self._features
 
