@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from honed.recalib.registry.weights_digest import weights_digests
-from tests.e2e.engine import DRAFTER, IS_CUDA, IS_SLOW, ROOT, TestEngine, held_out
+from tests.e2e.engine import DRAFTER, IS_CUDA, IS_SLOW, TestEngine, held_out
 from tests.e2e.logged import set_policy
 from tests.e2e.swapping import perturbed_drafter, renamed_drafter, swap, wait_for, wait_until_compiled
 from tests.e2e.test_engine_modes import late_daemon, stored_and_lost
+from tests.full_tmpfs import run_on_tmpfs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
 NUM_PROMPTS = 2 if IS_SLOW else 6
@@ -45,15 +43,10 @@ def answers_of(running: TestEngine, **params: object) -> list[list[int]]:
 @pytest.mark.skipif(IS_SLOW or IS_CUDA, reason="another engine, which is slow, or has no room on the device")
 def test_A1_on_a_full_tmpfs_vllm_serves_without_honed(attached: TestEngine, tmp_path: Path) -> None:
     """The first request ended vLLM with SIGBUS."""
-    run = shlex.join([sys.executable, "-c", ON_A_FULL_TMPFS, str(tmp_path)])
-    command = ["unshare", "-rm", "sh", "-c", f"mount -t tmpfs -o size=64k none {tmp_path} && exec {run}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
-    if "unshare failed" in done.stderr or "permission denied" in done.stderr:
-        pytest.skip("no user namespace with a tmpfs of its own can be made here")
-    assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
-    assert "honed: the trainer can't see when this engine has requests" in done.stdout + done.stderr
+    printed = run_on_tmpfs(tmp_path, "64k", ON_A_FULL_TMPFS, str(tmp_path), timeout_s=180.0)
+    assert "honed: the trainer can't see when this engine has requests" in printed
     set_policy(attached, kind="off")
-    assert json.loads(done.stdout.splitlines()[-1]) == answers_of(attached)
+    assert json.loads(printed.splitlines()[-1]) == answers_of(attached)
 
 
 @pytest.mark.fault("files that are cut off while they are in use")

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import shlex
 import stat
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from honed.adapt.protocol.sample_ring import (
 )
 from honed.attach.capture.ring_writer import RingWriter
 from honed.recalib.samples.ring_reader import RingReader
+from tests.full_tmpfs import run_on_tmpfs
 
 F = 6
 
@@ -389,12 +389,7 @@ assert positions() == [300]
 assert ring.num_records == 2
 """
     )
-    run = shlex.join([sys.executable, "-c", script, f"{tmp_path}/ring"])
-    command = f"mount -t tmpfs -o size=512k none {tmp_path} && exec {run}"
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
-    if "unshare failed" in done.stderr or "permission denied" in done.stderr:
-        pytest.skip("no user namespace with a tmpfs of its own can be made here")
-    assert done.returncode == 0, (done.returncode, done.stderr)
+    run_on_tmpfs(tmp_path, "512k", script, f"{tmp_path}/ring")
 
 
 @pytest.mark.fault("files that are cut off while they are in use")

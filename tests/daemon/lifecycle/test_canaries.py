@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ def test_a_trial_waits_for_an_engine_that_sleeps(stage: Stage) -> None:
 
 @pytest.mark.parametrize("way", ["promote", "rollback"])
 def test_an_engine_that_falls_asleep_amid_a_swap_follows_later(stage: Stage, other: ServingEngine, way: str) -> None:
-    """What the other engines have taken failed for its sake."""
+    """The whole swap failed, though the other engines had taken it."""
     other.attach()
     new = stage.version(1.0)
     other.num_refused_asleep = 0
@@ -284,11 +285,9 @@ def test_a_promoted_version_is_watched_and_goes_when_the_previous_one_is_better(
     assert stage.client.post(f"/v1/drafters/{new}:promote").status_code == 409
 
 
-def test_a_worse_version_goes_as_soon_as_the_aliases_can_be_moved(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("honed.daemon.lifecycle.lifecycle._RETRY_S", 0.5)
-    new, move = stage.version(1.0), stage.service.drafters.move
-    stage.engine.acceptance = {stage.first: 0.7, new: 0.4}
-    stage.promote(new, force=False)
+@contextmanager
+def aliases_that_stay(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, str | None]]]:
+    """As on a full disk; gives the changes that are refused."""
     refused: list[dict[str, str | None]] = []
 
     def refuse(changes: dict[str, str | None]) -> None:
@@ -297,6 +296,15 @@ def test_a_worse_version_goes_as_soon_as_the_aliases_can_be_moved(stage: Stage, 
 
     with monkeypatch.context() as patch:
         patch.setattr(stage.service.drafters, "move", refuse)
+        yield refused
+
+
+def test_a_worse_version_goes_as_soon_as_the_aliases_can_be_moved(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("honed.daemon.lifecycle.lifecycle._RETRY_S", 0.5)
+    new, move = stage.version(1.0), stage.service.drafters.move
+    stage.engine.acceptance = {stage.first: 0.7, new: 0.4}
+    stage.promote(new, force=False)
+    with aliases_that_stay(stage, monkeypatch) as refused:
         stage.engine.serve(lambda: len(refused) >= 2, "a second try")
         assert stage.aliases()["active"] == new
     assert stage.service.drafters.move == move
@@ -310,14 +318,7 @@ def test_a_better_candidate_is_promoted_as_soon_as_the_aliases_can_be_moved(
     """A short error of the disk threw away what hours of training had gained."""
     monkeypatch.setattr("honed.daemon.lifecycle.lifecycle._RETRY_S", 0.5)
     operation_id, new = candidate(stage, 1.0, old=0.4, new=0.7)
-    refused: list[dict[str, str | None]] = []
-
-    def refuse(changes: dict[str, str | None]) -> None:
-        refused.append(changes)
-        raise StoreError("no space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stage.service.drafters, "move", refuse)
+    with aliases_that_stay(stage, monkeypatch) as refused:
         stage.engine.serve(lambda: len(refused) >= 2, "a second try")
         assert stage.aliases()["active"] == stage.first
         assert stage.operation(operation_id)["state"] == "running"

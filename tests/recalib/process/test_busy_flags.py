@@ -1,7 +1,6 @@
 """The busy flags as the trainer sees them."""
 
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ import pytest
 from honed.adapt.protocol.step_page import NUM_BYTES, NUM_ROWS, StepRow, offset_of
 from honed.attach.engine.busy_flag import BusyFlag
 from honed.recalib.process.busy_flags import BusyFlagReader, BusyFlags, Idleness, Preemptions
+from tests.full_tmpfs import run_on_tmpfs
 
 
 def test_follows_the_engine_through_its_life(tmp_path):
@@ -216,11 +216,7 @@ engine.close()
 engine.make()
 assert not reader.is_busy()
 """
-    command = f"mount -t tmpfs -o size=64k none {tmp_path} && exec {sys.executable} -c {shlex.quote(script)}"
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
-    if "unshare failed" in done.stderr or "permission denied" in done.stderr:
-        pytest.skip("no user namespace with a tmpfs of its own can be made here")
-    assert done.returncode == 0, done.stderr
+    run_on_tmpfs(tmp_path, "64k", script)
 
 
 def test_a_link_that_somebody_laid_is_not_followed(tmp_path):

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import shlex
 import shutil
 import signal
 import stat
@@ -21,6 +20,7 @@ from honed.recalib.registry.access import User
 from honed.recalib.registry.manifest import Figures, is_for_target
 from honed.recalib.registry.registry import Manifest, Registry, RegistryConflictError, RegistryError
 from honed.recalib.registry.target_digest import digest_of_target, stamp_of_target
+from tests.full_tmpfs import run_on_tmpfs
 from tests.tools import ROOT
 
 
@@ -519,9 +519,4 @@ assert (registry.root / ".reserve").stat().st_blocks * 512 >= 1 << 16
 
 @pytest.mark.fault("a full disk under the registry")
 def test_a_full_disk_keeps_nobody_from_going_back(tmp_path):
-    run = shlex.join([sys.executable, "-c", FULL_DISK, str(tmp_path)])
-    command = f"mount -t tmpfs -o size=1m none {tmp_path} && exec {run}"
-    done = subprocess.run(["unshare", "-rm", "sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
-    if "unshare failed" in done.stderr or "permission denied" in done.stderr:
-        pytest.skip("no user namespace with a tmpfs of its own can be made here")
-    assert done.returncode == 0, (done.returncode, done.stderr)
+    run_on_tmpfs(tmp_path, "1m", FULL_DISK, str(tmp_path))
