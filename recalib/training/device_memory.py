@@ -109,11 +109,18 @@ def _free_in_machine(path: Path) -> int:
 
 
 def _free_in_cgroup(folder: Path) -> int:
-    """Free memory under this process's own limit, if it has one (cgroup v2)."""
+    """Free memory under this process's own limit, if it has one (cgroup v2).
+
+    The kernel counts files that were read or written as used memory, until it needs the room.
+    """
     try:
         name = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].strip("/")
-        limit = (folder / name / "memory.max").read_text().strip()
-        used = (folder / name / "memory.current").read_text().strip()
+        own = folder / name
+        limit, used = ((own / file).read_text().strip() for file in ("memory.max", "memory.current"))
+        if limit == "max":
+            return 2**62
+        held = dict(line.split() for line in (own / "memory.stat").read_text().splitlines())
     except OSError:
         return 2**62
-    return 2**62 if limit == "max" else max(0, int(limit) - int(used))
+    cached = int(held.get("active_file", 0)) + int(held.get("inactive_file", 0)) - int(held.get("file_dirty", 0))
+    return max(0, int(limit) - max(0, int(used) - max(0, cached)))

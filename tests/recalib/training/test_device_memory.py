@@ -14,7 +14,7 @@ import torch
 from honed.adapt.protocol import wire
 from honed.recalib.config.memory import MemoryBudgetError
 from honed.recalib.config.trainer import TrainerSettings
-from honed.recalib.training import training_run
+from honed.recalib.training import device_memory, training_run
 from honed.recalib.training.device_memory import DeviceError, available_bytes, check_gpu, devices_of, give_back, hold_to, use
 from honed.recalib.training.progress import Progress
 from tests.tools import ROOT
@@ -142,3 +142,23 @@ def test_auto_means_the_cpu_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatc
     assert devices_of("cuda:1") == [torch.device("cuda:1")]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert devices_of("auto") == [torch.device("cuda"), torch.device("cpu")]
+
+
+def cgroup(folder: Path, limit: str, **stat: int) -> Path:
+    """Files of the group that this process is in: a limit, memory in use and what of it is for files."""
+    own = folder / Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].strip("/")
+    own.mkdir(parents=True, exist_ok=True)
+    for name, text in (("memory.max", limit), ("memory.current", str(stat.pop("used")))):
+        (own / name).write_text(f"{text}\n")
+    (own / "memory.stat").write_text("".join(f"{name} {value}\n" for name, value in stat.items()))
+    return folder
+
+
+@pytest.mark.fault("written files that count as used memory")
+def test_a_limit_counts_files_only_as_far_as_they_must_stay(tmp_path: Path) -> None:
+    held = cgroup(tmp_path, str(32 * GIB), used=31 * GIB, inactive_file=20 * GIB, active_file=4 * GIB, file_dirty=GIB)
+    assert device_memory._free_in_cgroup(held) == (32 - 31 + 20 + 4 - 1) * GIB
+    held = cgroup(tmp_path, str(32 * GIB), used=31 * GIB, shmem=20 * GIB, inactive_anon=20 * GIB, file_dirty=GIB)
+    assert device_memory._free_in_cgroup(held) == GIB, "files in memory aren't given back"
+    assert device_memory._free_in_cgroup(cgroup(tmp_path, "max", used=31 * GIB)) == 2**62
+    assert device_memory._free_in_cgroup(tmp_path / "none") == 2**62
