@@ -83,7 +83,7 @@ class Recalibration:
     @property
     def needs_device(self) -> bool:
         """Return whether the next unit is heavy, and so must wait until the engine is idle."""
-        return self.progress.stage != "collecting"
+        return self.progress.stage != "collecting" and not self.progress.is_saving
 
     @property
     def device(self) -> torch.device | None:

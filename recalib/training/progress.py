@@ -26,6 +26,8 @@ class Progress:
     dropped_updates: int = 0
     """Updates whose loss or gradient wasn't finite."""
     train_seconds: float = 0.0
+    is_saving: bool = False
+    """Whether the next unit only writes the training's state to the disk."""
     carried_s: float = 0.0
     """Seconds since the request that another process spent on it, of which this one's clock knows nothing."""
     memory_bytes: int = 0

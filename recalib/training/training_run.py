@@ -6,8 +6,9 @@ figures. Samples aren't saved: the engine's ring still has the latest.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -49,6 +50,8 @@ ALLOWED = 1.25
 TRAINING_SHARE = 0.5
 """Part of the time left to the deadline within which a training ends."""
 _WAITING = "waiting for idle engines; try again at a quieter time, or raise trainer.deadline_s and max_seconds"
+SAVING_SHARE = 0.1
+"""Most time that saving the state takes, of the training's."""
 LEAST_LOST = 0.1
 """Accepted drafts a round whose loss is called a divergence, at least."""
 _SAVED = ("steps", "tokens", "loss", "dropped_updates", "train_seconds")
@@ -90,6 +93,8 @@ class TrainingRun:
         self._state = TrainingState(state_dir, request.operation_id, about) if state_dir and settings.save_state_s else None
         self._head: TargetHead | None = None
         self._dropped_in_a_row = 0
+        self._has_warned = False
+        """Whether the log says that the state can't be saved."""
 
     @property
     def vocab_size(self) -> int:
@@ -192,17 +197,16 @@ class TrainingRun:
         pace = self.pace()
         self._waited_then_s = self._waited_s()
         self._take_up(trainer, mix)
-        saved_s = progress.train_seconds
+        saved_s, pause_s = progress.train_seconds, settings.save_state_s
         while self._done < 1.0:
             yield
             yield from self._micro_step(trainer, mix, pace)
-            if trainer.is_between_updates and progress.train_seconds - saved_s >= settings.save_state_s:
-                yield
-                self._save(trainer, mix)
-                saved_s = progress.train_seconds
+            if trainer.is_between_updates and progress.train_seconds - saved_s >= pause_s:
+                took_s = yield from self._save(trainer, mix)
+                saved_s, pause_s = progress.train_seconds, max(settings.save_state_s, took_s / SAVING_SHARE)
         if trainer.is_between_updates and progress.train_seconds > saved_s:
+            yield from self._save(trainer, mix)  # the gate may be interrupted as well
             yield
-            self._save(trainer, mix)  # the gate may be interrupted as well
         if not trainer.num_updates:
             raise OperationError(f"no time was left for an update: {self._waited_s():.0f} s went by {_WAITING}")
         trainer.finish()
@@ -290,17 +294,24 @@ class TrainingRun:
         """
         return compute_dtype(self._device, self._training.precision) if self._device.type == "cuda" else torch.float32
 
-    def _save(self, trainer: MicroTrainer, mix: WorkloadMix) -> None:
+    def _save(self, trainer: MicroTrainer, mix: WorkloadMix) -> Generator[None, None, float]:
+        """Save the state in parts; return the seconds that it took. A disk that is full or fails does not stop training."""
         if self._state is None:
-            return
-        progress = self._progress
+            return 0.0
+        progress, began_s = self._progress, self._working_s()
         figures = {name: getattr(progress, name) for name in _SAVED}
         figures |= {"carried_s": self._waited_s() + progress.train_seconds}
+        facts = {"progress": figures, "mix": mix.state(), "waited_then_s": self._waited_then_s}
+        progress.is_saving = True
         try:
-            facts = {"progress": figures, "mix": mix.state(), "waited_then_s": self._waited_then_s}
-            self._state.save(trainer.state(), facts)
-        except OSError as error:  # a full disk does not stop training
-            log.warning("the training's state could not be saved", error=str(error))
+            yield
+            yield from self._state.save(trainer.state(), facts)
+        except OSError as error:
+            log.log(logging.DEBUG if self._has_warned else logging.WARNING, "the state can't be saved", error=str(error))
+            self._has_warned = True
+        finally:
+            progress.is_saving = False
+        return self._working_s() - began_s
 
     def _take_up(self, trainer: MicroTrainer, mix: WorkloadMix) -> None:
         found = self._state.load() if self._state is not None else None

@@ -410,7 +410,7 @@ def test_a_killed_training_is_taken_up_and_ends_with_the_same_weights(site, monk
         site.now_s += 0.01
         taken_up.advance()
         steps.append(taken_up.progress.steps)
-    assert min(s for s in steps if s) > 10
+    assert min(s for s in steps if s) > 2, "it began afresh"
     assert taken_up.result.steps == 40
     for whole, continued in zip(weights[0], weights[1], strict=True):
         assert torch.equal(whole, continued)
