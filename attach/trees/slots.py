@@ -7,8 +7,15 @@ from typing import Any
 
 
 def block_tokens_of(speculative_config: Any) -> int:
-    """Draft tokens of the drafter's block; those that the server was started with, if its config names no block."""
+    """Draft tokens of the drafter's block; those that the server was started with, unless trees can grow from its drafter.
+
+    Only DFlash's can, whose block's first token is the anchor. 0 for an engine that doesn't speculate.
+    """
+    if speculative_config is None:
+        return 0
     slots = int(speculative_config.num_speculative_tokens)
+    if speculative_config.method != "dflash":
+        return slots
     config = getattr(speculative_config.draft_model_config, "hf_config", None)
     block = int(getattr(config, "block_size", 0) or 0)
     return min(block - 1, slots) if block > 1 else slots

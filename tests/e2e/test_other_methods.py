@@ -73,3 +73,14 @@ def test_events_are_vllm_s_and_lengths_are_kept(running: TestEngine, plain_answe
     assert {name: after[name] - before[name] for name in after} == counted(rows)
     assert {row["k"] for row in rows} >= {0, 1, 2, K}
     assert running.honed.errors.count == 0
+
+
+def test_an_engine_that_does_not_speculate_is_attached_too(
+    plain_answers: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with engine(tmp_path_factory.mktemp("run"), speculative_config=None) as started:
+        assert answers(started) == plain_answers
+        assert started.honed.errors.count == 0
+        hello = started.honed._hello()
+    assert (hello.method, hello.num_spec_tokens) == ("", 0)
+    assert "there is nothing to tune" in hello.limits[0]

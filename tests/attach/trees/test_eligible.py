@@ -49,8 +49,18 @@ def test_a_grammar_and_a_pooling_request_keep_theirs() -> None:
 @pytest.mark.parametrize(("block", "slots", "wanted"), [(8, 31, 7), (8, 7, 7), (8, 3, 3), (None, 5, 5), (1, 5, 5)])
 def test_a_drafter_drafts_its_block(block: int | None, slots: int, wanted: int) -> None:
     config = SimpleNamespace(hf_config=SimpleNamespace(block_size=block) if block else None)
-    assert block_tokens_of(SimpleNamespace(num_speculative_tokens=slots, draft_model_config=config)) == wanted
+    given = SimpleNamespace(method="dflash", num_speculative_tokens=slots, draft_model_config=config)
+    assert block_tokens_of(given) == wanted
 
 
 def test_without_a_draft_model_slots_are_tokens() -> None:
-    assert block_tokens_of(SimpleNamespace(num_speculative_tokens=4, draft_model_config=None)) == 4
+    assert block_tokens_of(SimpleNamespace(method="dflash", num_speculative_tokens=4, draft_model_config=None)) == 4
+    assert block_tokens_of(None) == 0
+
+
+@pytest.mark.fault("a drafter's last draft that was never verified")
+@pytest.mark.parametrize("method", ["dspark", "ngram", "eagle3", "mtp"])
+def test_another_drafters_block_is_its_own_affair(method: str) -> None:
+    """DSpark's anchor drafts, too; for ngram vLLM puts the target's config in the drafter's place."""
+    config = SimpleNamespace(hf_config=SimpleNamespace(block_size=7))
+    assert block_tokens_of(SimpleNamespace(method=method, num_speculative_tokens=7, draft_model_config=config)) == 7
