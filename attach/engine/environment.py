@@ -20,6 +20,9 @@ VARIABLES = (
 """All variables read here."""
 OF_THE_DAEMON = ("HONED_CONFIG", "HONED_STATE_DIR", "HONED_LOG_LEVEL")
 """Variables of the daemon, beside HONED_<SECTION>__<KEY>; one environment file may serve both sides."""
+GRAPHS = "graphs"
+"""Value of HONED_TREES."""
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ def from_environment(environ: Mapping[str, str], data_parallel_index: int = 0) -
     return AttachSettings(
         runtime_dir=Path(runtime_dir),
         engine_id=f"{engine_id}-{data_parallel_index}",
-        is_capture_on=environ.get("HONED_CAPTURE", "1") not in ("0", "false", "no"),
+        is_capture_on=_switch(environ, "HONED_CAPTURE", is_on=True),
         ring_bytes=_bytes(environ, "HONED_RING_BYTES", 64 << 20, minimum=1 << 20),
         queue_bytes=_bytes(environ, "HONED_QUEUE_BYTES", 32 << 20, minimum=1 << 16),
         feature_kind=feature_kind,
@@ -89,13 +92,13 @@ def from_environment(environ: Mapping[str, str], data_parallel_index: int = 0) -
 
 
 def wants_trees(environ: Mapping[str, str]) -> bool:
-    """Whether draft trees are switched on."""
-    return environ.get("HONED_TREES", "0").lower() not in ("", "0", "false", "no")
+    """Whether draft trees are switched on. Raises ValueError."""
+    return wants_tree_graphs(environ) or _switch(environ, "HONED_TREES", is_on=False, others=(GRAPHS,))
 
 
 def wants_tree_graphs(environ: Mapping[str, str]) -> bool:
     """Whether trees are wanted also where vLLM captures CUDA graphs."""
-    return environ.get("HONED_TREES", "").strip().lower() == "graphs"
+    return environ.get("HONED_TREES", "").strip().lower() == GRAPHS
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
@@ -107,6 +110,15 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
             near = difflib.get_close_matches(name, known, n=1)
             found.append(f"unknown variable {name} is ignored" + (f"; did you mean {near[0]}?" if near else ""))
     return found
+
+
+def _switch(environ: Mapping[str, str], name: str, *, is_on: bool, others: tuple[str, ...] = ()) -> bool:
+    text = environ.get(name, "").strip().lower()
+    if text in (*_ON, *_OFF):
+        return text in _ON
+    if text:
+        raise ValueError(f"{name}={environ[name]!r}: use {', '.join(('0', '1', *others))}")
+    return is_on
 
 
 def _bytes(environ: Mapping[str, str], name: str, default: int, minimum: int) -> int:

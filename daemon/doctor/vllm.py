@@ -35,7 +35,7 @@ ReadConfig = Callable[[str], dict[str, Any] | None]
 
 def wants_trees(environment: Mapping[str, str]) -> bool:
     """Whether a vLLM with this environment is to verify draft trees."""
-    return environment.get("HONED_TREES", "0").lower() not in ("", "0", "false", "no")
+    return environment.get("HONED_TREES", "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
 def check_command(command: VllmCommand, subject: str, read_config: ReadConfig, *, has_trees: bool = False) -> Iterator[Check]:

@@ -32,6 +32,9 @@ def test_paths_follow_from_the_runtime_directory_and_the_engine() -> None:
         ("HONED_RING_BYTES", "64M"),
         ("HONED_RING_BYTES", "12"),
         ("HONED_FEATURES", "all"),
+        ("HONED_CAPTURE", "graphs"),
+        ("HONED_CAPTURE", "none"),
+        ("HONED_TREES", "31"),
     ],
 )
 def test_a_wrong_value_names_its_variable(name: str, value: str) -> None:
@@ -53,12 +56,32 @@ def test_both_sides_know_the_same_variables() -> None:
     assert set(OF_THE_DAEMON) == {*variables.PATHS, *variables.OTHERS} - {"HONED_RUNTIME_DIR"}
 
 
-@pytest.mark.parametrize(("text", "is_on"), [("1", True), ("graphs", True), ("0", False), ("no", False), ("", False)])
+SWITCHES = [
+    ("1", True),
+    (" on", True),
+    ("True", True),
+    ("0", False),
+    (" 0", False),
+    ("FALSE", False),
+    ("No", False),
+    ("off", False),
+]
+
+
+@pytest.mark.parametrize(("text", "is_on"), [*SWITCHES, ("graphs", True), (" Graphs", True), ("", False)])
 def test_trees_are_wanted_where_it_says_so(text: str, is_on: bool) -> None:
     settings = from_environment({"HONED_RUNTIME_DIR": "/run/honed", "HONED_TREES": text})
     assert settings is not None
     assert settings.wants_trees is is_on
-    assert settings.wants_tree_graphs is (text == "graphs")
+    assert settings.wants_tree_graphs is (text.strip().lower() == "graphs")
+
+
+@pytest.mark.fault("a switch-off in other letters that left capture on")
+@pytest.mark.parametrize(("text", "is_on"), [*SWITCHES, ("", True)])
+def test_capture_is_off_where_it_says_so(text: str, is_on: bool) -> None:
+    settings = from_environment({"HONED_RUNTIME_DIR": "/run/honed", "HONED_CAPTURE": text})
+    assert settings is not None
+    assert settings.is_capture_on is is_on
 
 
 def test_plugin_is_inert_when_off(monkeypatch: pytest.MonkeyPatch) -> None:
