@@ -248,7 +248,7 @@ class HonedWorkerExtension:
         side = self._honed_required()
         figures = side.swapper.apply(version, is_held_on) | {"step": float(side.runner.num_steps)}
         if side.capturer is not None:
-            side.capturer.set_share(side.capturer.share, version)
+            side.capturer.label(version)
         return figures
 
     @_answering

@@ -90,6 +90,10 @@ class Capturer:
         self._wanted_share, self._drafter_version = min(max(share, 0.0), 1.0), drafter_version
         self._take_share()
 
+    def label(self, drafter_version: str) -> None:
+        """From now on another version drafts."""
+        self._drafter_version = drafter_version
+
     def begin_anew(self) -> None:
         """The target has other weights: drop what running requests still bring, and write later ones' rows to another ring."""
         self._forget()
@@ -119,7 +123,12 @@ class Capturer:
         labels = read_labels(params)
         if not labels.is_captured or not new.prompt_token_ids:
             return
-        if new.req_id in self._requests or len(self._requests) >= MOST_REQUESTS:  # the former is back after a preemption
+        if (known := self._requests.get(new.req_id)) is not None:
+            # Back after a preemption, or with more input of a session's client, which must not be taken for the target's words.
+            if len(new.prompt_token_ids) > known.prompt_tokens:
+                self._ended.append(self._requests.pop(new.req_id))
+            return
+        if len(self._requests) >= MOST_REQUESTS:
             return
         digest = key_of(new.req_id, self._secret)
         if int.from_bytes(digest) / 2.0**64 >= self.share:

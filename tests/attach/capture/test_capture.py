@@ -301,3 +301,30 @@ def test_capture_goes_on_once_there_is_room_again(capturer: Capturer) -> None:
     capturer.on_schedule(schedule({"b": [1, 2]}))
     assert capturer.share == 1.0
     assert list(capturer._requests) == ["b"]
+
+
+@pytest.mark.fault("a session's later input captured as the target's words")
+def test_a_sessions_further_input_ends_its_capture(capturer: Capturer, ring: Recorder) -> None:
+    """vLLM schedules it as a new request of the same id, with a longer prompt. One that was preempted has the same prompt."""
+    capturer.on_schedule(schedule({"x": [5, 6]}))
+    capturer.on_step(view({"x": [(0, 5), (1, 6)]}))
+    capturer.on_schedule(schedule({"x": [5, 6]}))
+    capturer.on_step(view({"x": [(2, 7)]}))
+    capturer.on_schedule(schedule({"x": [5, 6, 7, 8, 9]}))
+    capturer.on_step(view({"x": [(3, 8), (4, 9)]}))
+    for _ in range(3):
+        capturer.on_schedule(schedule())
+        capturer.on_step(view({}))
+    assert [row["tokens"] for row in ring.rows] == [[5, 6], [7]]
+    assert len(ring.ended) == 1
+
+
+def test_a_swap_while_there_is_no_room_for_a_ring_leaves_the_share_that_is_wanted(
+    capturer: Capturer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capturer._give_up()
+    capturer.label("v2")
+    assert capturer.share == 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: 1e9)
+    capturer.on_schedule(schedule())
+    assert capturer.share == 1.0
