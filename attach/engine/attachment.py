@@ -276,6 +276,8 @@ class Attachment:
                 contexts = [_sure_tokens(requests[request_id]) for request_id in ids[first::every]]
             decision = self._decider.decide(ids, -1, num_prefill, time.monotonic(), contexts, first, every)
             reason, lengths = decision.reason, decision.num_draft_tokens
+            if len(lengths) != len(ids):
+                raise ValueError(f"{len(lengths)} lengths for {len(ids)} requests")
             if most < self._num_spec_tokens:
                 lengths = [min(length, most) for length in lengths]
             # Where equal lengths are captured in a graph, a shorter one would lose it.

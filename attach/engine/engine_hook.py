@@ -111,7 +111,8 @@ class EngineHook:
 
         def sleeping(level: int = 1, *args: Any, **kwargs: Any) -> None:
             nonlocal are_lost
-            are_lost |= level > 1 and not is_saved
+            is_awake = "weights" not in executor.sleeping_tags  # else vLLM ignores the call
+            are_lost |= level > 1 and not is_saved and is_awake
             on_sleep()
             sleep(level, *args, **kwargs)
 

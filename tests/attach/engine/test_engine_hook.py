@@ -109,18 +109,18 @@ def test_device_memory_that_vllm_gives_away_is_watched(saved: tuple[str, ...], a
 
     class Executor:
         model_config = SimpleNamespace(sleep_preserve_parameter_names=saved)
-        is_sleeping = False
+        is_sleeping, sleeping_tags = False, frozenset[str]()
 
         def sleep(self, level: int = 1) -> None:
             heard.append(f"level {level}")
-            self.is_sleeping = True
+            self.is_sleeping, self.sleeping_tags = True, frozenset(("weights", "kv_cache"))
 
         def discard(self, tags: tuple[str, ...]) -> None:
             heard.append(tags)
             self.is_sleeping = True
 
         def wake_up(self, tags: list[str] | None = None) -> None:
-            self.is_sleeping = False
+            self.is_sleeping, self.sleeping_tags = False, frozenset()
 
     core.model_executor = Executor()
     EngineHook(core).watch_sleep(lambda: heard.append("asleep"), lambda lost: heard.append(lost))
@@ -129,6 +129,11 @@ def test_device_memory_that_vllm_gives_away_is_watched(saved: tuple[str, ...], a
     core.model_executor.discard(("kv_cache",))
     core.model_executor.wake_up(["kv_cache"])
     assert heard == ["asleep", "level 2", are_lost, "asleep", ("kv_cache",), False]
+    heard.clear()
+    core.model_executor.sleep(1)
+    core.model_executor.sleep(2)  # vLLM ignores it: it is asleep already
+    core.model_executor.wake_up()
+    assert heard[-1] is False
 
 
 def test_what_failed_on_a_rank_is_raised_once_all_have_answered() -> None:
