@@ -50,6 +50,7 @@ if triton is not None:
         p_v,
         p_table,
         at,
+        first,
         end,
         stride_kp,
         stride_ks,
@@ -60,9 +61,9 @@ if triton is not None:
         BLOCK_N: tl.constexpr,
         IS_MASKED: tl.constexpr,
     ):
-        """Load tokens [at, at + BLOCK_N) of one K/V head; `at` begins a tile. IS_MASKED: only those before `end`."""
+        """Load tokens [at, at + BLOCK_N) of one K/V head; `at` begins a tile. IS_MASKED: only those in [first, end)."""
         o_e, o_t = tl.arange(0, E), at + tl.arange(0, BLOCK_N)
-        m_t = o_t < end
+        m_t = (o_t >= first) & (o_t < end)
         if PAGE % BLOCK_N == 0:
             i_p = tl.load(p_table + at // PAGE).to(tl.int64)
         elif IS_MASKED:
@@ -75,11 +76,12 @@ if triton is not None:
             b_k, b_v = tl.load(p_k, mask=m_t[:, None], other=0.0), tl.load(p_v, mask=m_t[:, None], other=0.0)
         else:
             b_k, b_v = tl.load(p_k), tl.load(p_v)
-        return b_k, b_v, m_t[None, :]
+        return b_k, b_v, o_t
 
     @triton.jit  # type: ignore[untyped-decorator]
     def attend_pages(  # type: ignore[no-untyped-def]
         b_q,
+        b_first,
         b_high,
         b_sum,
         b_acc,
@@ -99,22 +101,40 @@ if triton is not None:
         PAGE: tl.constexpr,
         BLOCK_N: tl.constexpr,
         HAS_SCALES: tl.constexpr,
+        HAS_FIRSTS: tl.constexpr,
         KIND: tl.constexpr,
         DOT: tl.constexpr,
     ):
-        """Fold tokens [start, end) of one K/V head into a running softmax that is still empty; `start` begins a tile."""
+        """Fold tokens [start, end) of one K/V head into a running softmax that is still empty; `start` begins a tile.
+
+        HAS_FIRSTS: row i attends to none before token b_first[i]; without it `b_first` isn't read.
+        """
         if HAS_SCALES:
             scale *= tl.load(k_scale_ptr)
         whole = start + (end - start) // BLOCK_N * BLOCK_N
-        for at in range(start, whole, BLOCK_N):
-            b_k, b_v, b_may = load_pages(
-                p_k, p_v, p_table, at, end, stride_kp, stride_ks, stride_vp, stride_vs, E, PAGE, BLOCK_N, False
+        first, clear = start, start  # from `clear` on every row attends to every token
+        if HAS_FIRSTS:
+            first = tl.min(b_first, axis=0)
+            clear += tl.cdiv(tl.maximum(tl.max(b_first, axis=0) - start, 0), BLOCK_N) * BLOCK_N
+            clear = tl.minimum(clear, whole)
+            for at in range(start, clear, BLOCK_N):
+                b_k, b_v, o_t = load_pages(
+                    p_k, p_v, p_table, at, first, end, stride_kp, stride_ks, stride_vp, stride_vs, E, PAGE, BLOCK_N, True
+                )
+                b_may = o_t[None, :] >= b_first[:, None]
+                b_high, b_sum, b_acc = fold(b_q, b_k, b_v, b_may, b_high, b_sum, b_acc, scale, True, KIND, DOT)
+        for at in range(clear, whole, BLOCK_N):
+            b_k, b_v, o_t = load_pages(
+                p_k, p_v, p_table, at, first, end, stride_kp, stride_ks, stride_vp, stride_vs, E, PAGE, BLOCK_N, False
             )
-            b_high, b_sum, b_acc = fold(b_q, b_k, b_v, b_may, b_high, b_sum, b_acc, scale, False, KIND, DOT)
+            b_high, b_sum, b_acc = fold(b_q, b_k, b_v, None, b_high, b_sum, b_acc, scale, False, KIND, DOT)
         if whole < end:
-            b_k, b_v, b_may = load_pages(
-                p_k, p_v, p_table, whole, end, stride_kp, stride_ks, stride_vp, stride_vs, E, PAGE, BLOCK_N, True
+            b_k, b_v, o_t = load_pages(
+                p_k, p_v, p_table, whole, first, end, stride_kp, stride_ks, stride_vp, stride_vs, E, PAGE, BLOCK_N, True
             )
+            b_may = (o_t < end)[None, :]
+            if HAS_FIRSTS:
+                b_may &= o_t[None, :] >= b_first[:, None]
             b_high, b_sum, b_acc = fold(b_q, b_k, b_v, b_may, b_high, b_sum, b_acc, scale, True, KIND, DOT)
         if HAS_SCALES:
             b_acc *= tl.load(v_scale_ptr)

@@ -186,11 +186,16 @@ def tree_attention(
     may = [unpack_bits(row_masks[:, :max_rows])[:, :, :max_rows] & is_row[:, None, :]]  # [B, I, J]
     if isinstance(prefix, PagedPrefix):
         pages = prefix.block_table.long().clamp(0, max(len(prefix.k_cache) - 1, 0))
-        is_token = torch.arange(pages.shape[1] * prefix.k_cache.shape[1], device=q.device) < prefix.lengths[:, None]  # [B, L]
+        o_t = torch.arange(pages.shape[1] * prefix.k_cache.shape[1], device=q.device)
+        is_token = o_t < prefix.lengths[:, None]  # [B, L]
+        first = None if prefix.firsts is None else torch.where(is_row, prefix.firsts[at], prefix.firsts[at[:, :1]])  # [B, I]
+        if first is not None:
+            is_token &= o_t >= first.amin(1, keepdim=True)
         for held, cache, factor in ((keys, prefix.k_cache, prefix.k_scale), (values, prefix.v_cache, prefix.v_scale)):
             tokens = cache[pages].flatten(1, 2).float() * (1.0 if factor is None else factor)
             held.append(torch.where(is_token[:, :, None, None], tokens, 0.0))
-        may.append(is_token[:, None, :].expand(-1, max_rows, -1))
+        may.append(is_token[:, None, :] if first is None else is_token[:, None, :] & (o_t >= first[:, :, None]))
+        may[-1] = may[-1].expand(-1, max_rows, -1)
     scores = torch.einsum("bihge,bjhe->bihgj", b_q, torch.cat(keys, 1)) * scale
     scores = torch.where(torch.cat(may, 2)[:, :, None, None, :], scores, float("-inf"))
     lse = scores.logsumexp(-1)  # [B, I, H_kv, G]

@@ -4,6 +4,7 @@ Computes: reference.tree_attention. One tile holds a request's rows × the query
 all of them (once per 128 of them). If there are enough programs, one launch does everything: prefix, tree, division. Else (few
 requests, long prefixes) programs share a prefix, each writes (out, log-sum-exp) in float32, and a second launch attends to the
 tree and merges. The same launch takes the (out, log-sum-exp) of another kernel's prefix pass.
+In a sliding window a request's programs begin at the tile of its anchor's first token. Each row's own first token is a mask.
 Moves: Σ prefix tokens · H_kv · E · 2 · sizeof(K/V) bytes, and for each further split R·H·E·8. The floor is the first term at
 copy bandwidth up to some 200 rows × heads a K/V head on an H200 (bf16); beyond, 4·R·H·E·(prefix + rows) FLOPs. Tiles are of at
 most 128: 32 rows of four heads fill one. 33 need two, of which the second is nearly empty and costs the same.
@@ -49,6 +50,14 @@ if triton is not None:
     def _tokens_of_split(length, num_splits, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
         return tl.maximum(tl.cdiv(tl.cdiv(length, BLOCK_N), num_splits), _LEAST_TILES) * BLOCK_N
 
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _start_of_prefix(firsts_ptr, first_row, length, BLOCK_N: tl.constexpr, HAS_FIRSTS: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Where the tile begins that holds a request's first token that any of its rows attends to."""
+        start = 0
+        if HAS_FIRSTS:
+            start = tl.minimum(tl.load(firsts_ptr + first_row), length) // BLOCK_N * BLOCK_N
+        return start
+
     @triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
     def _prefix_kernel(  # type: ignore[no-untyped-def]
         q_ptr,
@@ -57,6 +66,7 @@ if triton is not None:
         v_cache_ptr,
         table_ptr,
         lengths_ptr,
+        firsts_ptr,
         k_scale_ptr,
         v_scale_ptr,
         part_ptr,
@@ -81,6 +91,7 @@ if triton is not None:
         BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr,
         HAS_SCALES: tl.constexpr,
+        HAS_FIRSTS: tl.constexpr,
         DOT: tl.constexpr,
     ):
         """Compute one split of a request's prefix for one tile of rows × heads: (out, log-sum-exp) into part [X, R, H, ·]."""
@@ -90,9 +101,12 @@ if triton is not None:
         first = tl.load(starts_ptr + i_b).to(tl.int64)
         num_rows = tl.minimum(tl.load(starts_ptr + i_b + 1) - first, max_rows).to(tl.int32)
         length = tl.load(lengths_ptr + i_b).to(tl.int32)
-        span = _tokens_of_split(length, num_splits, BLOCK_N)
-        start = i_x * span
-        if (i_m * BLOCK_M >= num_rows * G) | (start >= length):
+        if i_m * BLOCK_M >= num_rows * G:
+            return
+        start = _start_of_prefix(firsts_ptr, first, length, BLOCK_N, HAS_FIRSTS)
+        span = _tokens_of_split(length - start, num_splits, BLOCK_N)
+        start += i_x * span
+        if start >= length:
             return
         o_m, o_e = i_m * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, E)
         o_r, o_h = first + o_m // G, i_h * G + o_m % G
@@ -101,8 +115,12 @@ if triton is not None:
         b_high = tl.full([BLOCK_M], float("-inf"), tl.float32)
         b_sum = tl.zeros([BLOCK_M], tl.float32)
         b_acc = tl.zeros([BLOCK_M, E], tl.float32)
+        b_first = o_m
+        if HAS_FIRSTS:
+            b_first = tl.where(m_m, tl.load(firsts_ptr + o_r, mask=m_m, other=0), tl.load(firsts_ptr + first))
         b_high, b_sum, b_acc = attend_pages(
             b_q.to(DOT),
+            b_first,
             b_high,
             b_sum,
             b_acc,
@@ -122,6 +140,7 @@ if triton is not None:
             PAGE,
             BLOCK_N,
             HAS_SCALES,
+            HAS_FIRSTS,
             b_q.dtype,
             DOT,
         )
@@ -140,6 +159,7 @@ if triton is not None:
         v_cache_ptr,
         table_ptr,
         lengths_ptr,
+        firsts_ptr,
         k_scale_ptr,
         v_scale_ptr,
         part_ptr,
@@ -180,6 +200,7 @@ if triton is not None:
         BLOCK_N: tl.constexpr,
         HAS_PAGES: tl.constexpr,
         HAS_SCALES: tl.constexpr,
+        HAS_FIRSTS: tl.constexpr,
         HAS_PARTS: tl.constexpr,
         DOT: tl.constexpr,
     ):
@@ -197,16 +218,21 @@ if triton is not None:
         b_sum = tl.zeros([BLOCK_M], tl.float32)
         b_acc = tl.zeros([BLOCK_M, E], tl.float32)
         if HAS_PAGES:
+            length = tl.load(lengths_ptr + i_b).to(tl.int32)
+            b_first = o_m
+            if HAS_FIRSTS:
+                b_first = tl.where(m_m, tl.load(firsts_ptr + o_r, mask=m_m, other=0), tl.load(firsts_ptr + first))
             b_high, b_sum, b_acc = attend_pages(
                 b_q.to(DOT),
+                b_first,
                 b_high,
                 b_sum,
                 b_acc,
                 k_cache_ptr + i_h * stride_kh,
                 v_cache_ptr + i_h * stride_vh,
                 table_ptr + i_b.to(tl.int64) * stride_tb,
-                0,
-                tl.load(lengths_ptr + i_b).to(tl.int32),
+                _start_of_prefix(firsts_ptr, first, length, BLOCK_N, HAS_FIRSTS),
+                length,
                 stride_kp,
                 stride_ks,
                 stride_vp,
@@ -218,6 +244,7 @@ if triton is not None:
                 PAGE,
                 BLOCK_N,
                 HAS_SCALES,
+                HAS_FIRSTS,
                 b_q.dtype,
                 DOT,
             )
@@ -242,6 +269,7 @@ if triton is not None:
             num_parts = 1
             if num_splits > 1:
                 length = tl.load(lengths_ptr + i_b).to(tl.int32)
+                length -= _start_of_prefix(firsts_ptr, first, length, BLOCK_N, HAS_FIRSTS)
                 num_parts = tl.cdiv(length, _tokens_of_split(length, num_splits, BLOCK_N))
             p_part = part_ptr + (o_r * stride_pr + o_h * stride_ph)[:, None] + o_e[None, :]
             p_lse = part_lse_ptr + o_r * stride_lr + o_h * stride_lh
@@ -280,7 +308,7 @@ def tree_attention(
         max_rows: most rows of a request; further ones aren't computed. It fixes the grid, as `max_prefix` does.
         scale: factor of q·k; None: 1/√E.
         prefix: in pages, or the result of another kernel's pass over it; None: there is none.
-        max_prefix: most tokens of a prefix, for choosing its splits; None: the block table's capacity.
+        max_prefix: most tokens of a prefix that a row attends to, for choosing its splits; None: the block table's capacity.
 
     Returns:
         Output and natural log-sum-exp. A row that may attend to nothing gets 0 and −inf. Rows past the last request's keep the
@@ -292,7 +320,7 @@ def tree_attention(
     check(q, k, v, row_starts, row_masks, max_rows, prefix)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
-    paged: tuple[Any, ...] = prefix if isinstance(prefix, PagedPrefix) else (None,) * 6
+    paged: tuple[Any, ...] = prefix if isinstance(prefix, PagedPrefix) else (None,) * 7
     attended: tuple[Any, ...] = prefix if isinstance(prefix, AttendedPrefix) else (None,) * 2
     if isinstance(prefix, PagedPrefix):
         room = prefix.block_table.shape[1] * prefix.k_cache.shape[1]
@@ -317,6 +345,7 @@ def _tree_attention_op(
     lengths: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    firsts: torch.Tensor | None,
     max_prefix: int,
     prefix_out: torch.Tensor | None,
     prefix_lse: torch.Tensor | None,
@@ -325,7 +354,7 @@ def _tree_attention_op(
 ) -> None:
     prefix: PagedPrefix | AttendedPrefix | None = None
     if k_cache is not None and v_cache is not None and block_table is not None and lengths is not None:
-        prefix = PagedPrefix(k_cache, v_cache, block_table, lengths, k_scale, v_scale)
+        prefix = PagedPrefix(k_cache, v_cache, block_table, lengths, k_scale, v_scale, firsts)
     elif prefix_out is not None and prefix_lse is not None:
         prefix = AttendedPrefix(prefix_out, prefix_lse)
     if not len(q) or not len(row_masks) or not max_rows:
@@ -373,18 +402,20 @@ def launch(
     num_kv_heads, num_requests = k.shape[1], len(row_masks)
     group = num_heads // num_kv_heads
     paged = prefix if isinstance(prefix, PagedPrefix) else PagedPrefix(q, q, row_starts, row_starts)  # not read
-    is_paged, has_scales = paged is prefix, paged.k_scale is not None
+    is_paged, has_scales, has_firsts = paged is prefix, paged.k_scale is not None, paged.firsts is not None
     if plan is None:
         shape = (num_requests, num_kv_heads, group, max_rows, head_size, max_prefix)
         plan = choose_plan(*shape, q.element_size(), paged.k_cache.element_size(), _limits(q.device))
     assert lse.is_contiguous(), "the kernel takes no strides for it"
     assert out.stride(2) == row_masks.stride(2) == 1, "the kernel takes rows without gaps"
     row_starts, lengths = row_starts.contiguous(), paged.lengths.contiguous()
+    firsts = lengths if paged.firsts is None else paged.firsts.contiguous()
     scales = (q, q) if not has_scales else (paged.k_scale, paged.v_scale)
-    caches = (paged.k_cache, paged.v_cache, paged.block_table, lengths, *scales)
+    caches = (paged.k_cache, paged.v_cache, paged.block_table, lengths, firsts, *scales)
     cache_strides = (*paged.k_cache.stride()[:3], *paged.v_cache.stride()[:3], paged.block_table.stride(0))
     dot = _TYPES[q.dtype] if isinstance(_tree_kernel, triton.JITFunction) else tl.float32  # else it is interpreted
-    sizes = {"G": group, "E": head_size, "PAGE": paged.k_cache.shape[1], "BLOCK_N": plan.block_n, "HAS_SCALES": has_scales}
+    sizes = {"G": group, "E": head_size, "PAGE": paged.k_cache.shape[1], "BLOCK_N": plan.block_n}
+    sizes |= {"HAS_SCALES": has_scales, "HAS_FIRSTS": has_firsts}
     num_splits = plan.num_splits if is_paged else 1
 
     part, part_lse = (q, lse) if not isinstance(prefix, AttendedPrefix) else prefix

@@ -23,6 +23,7 @@ class PagedPrefix(NamedTuple):
     lengths: torch.Tensor  # [B] int32, tokens
     k_scale: torch.Tensor | None = None  # [] or [1] float32
     v_scale: torch.Tensor | None = None
+    firsts: torch.Tensor | None = None  # [R] int32, first token that a row attends to; a request's first row has the least
 
 
 class AttendedPrefix(NamedTuple):
@@ -63,6 +64,8 @@ def check(
             refuse(f"a cache of {list(prefix.k_cache.shape)} doesn't fit k {list(k.shape)}: it is [pages, page, H_kv, E]")
         if prefix.block_table.dim() != 2 or not len(prefix.block_table) == len(prefix.lengths) == len(row_masks):
             refuse(f"block table {list(prefix.block_table.shape)} and lengths {list(prefix.lengths.shape)}: one row a request")
+        if prefix.firsts is not None and (prefix.firsts.shape != q.shape[:1] or prefix.firsts.dtype != torch.int32):
+            refuse(f"first tokens {list(prefix.firsts.shape)} of {prefix.firsts.dtype}: not int32 [R], as q has rows")
         if (prefix.k_scale is None) != (prefix.v_scale is None):
             refuse("either both K and V have a scale, or neither")
     elif prefix is not None:

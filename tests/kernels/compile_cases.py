@@ -109,6 +109,16 @@ def test_tree_attention(
     assert ("wgmma" in compiled[0].asm["ptx"]) == is_wide
 
 
+@pytest.mark.parametrize(("batch", "launches"), [(1, 2), (64, 1)])
+def test_tree_attention_in_a_window(compiled: list[Any], batch: int, launches: int) -> None:
+    q, k = torch.zeros(17, 32, 64, dtype=HALF), torch.zeros(17, 8, 64, dtype=HALF)
+    starts, masks = torch.zeros(batch + 1, dtype=torch.int32), torch.zeros(batch, 17, 1, dtype=torch.int32)
+    cache, lse = torch.zeros(1, 16, 8, 64, dtype=HALF), torch.zeros(q.shape[:2])
+    prefix = reference.PagedPrefix(cache, cache, masks[:, 0], starts[1:], firsts=torch.zeros(17, dtype=torch.int32))
+    tree_attention.launch(q, k, k, starts, masks, 17, 0.1, prefix, 4096, torch.empty_like(q), lse)
+    assert len(compiled) == launches
+
+
 def test_tree_attention_after_another_kernels_pass(compiled: list[Any]) -> None:
     q, starts = torch.zeros(8, 4, 64, dtype=HALF), torch.zeros(3, dtype=torch.int32)
     masks, lse = torch.zeros(2, 4, 1, dtype=torch.int32), torch.zeros(8, 4)

@@ -79,6 +79,22 @@ class Batch:
         held = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         return PagedPrefix(cache[:, 0], cache[:, 1], table.to(DEVICE), held, *scales)
 
+    def windowed(self, window: int) -> PagedPrefix:
+        """The same prefix for rows at random depths below 9, whose window holds so many tokens, their own among them."""
+        lengths, firsts = self.paged.lengths.tolist(), []
+        table, k_cache, v_cache = self.paged.block_table.clone(), self.paged.k_cache.clone(), self.paged.v_cache.clone()
+        page = k_cache.shape[1]
+        for request, (start, end) in enumerate(itertools.pairwise(self.starts.tolist())):
+            depths = [0, *torch.randint(1, 9, (max(end - start - 1, 0),), generator=self.generator).tolist()][: end - start]
+            first = max(lengths[request] - window + 1, 0)
+            firsts += [max(lengths[request] + depth - window + 1, 0) for depth in depths]
+            for gone in range(min(first, lengths[request])):  # blocks before a window are given away
+                k_cache[table[request, gone // page], gone % page] = float("nan")
+                v_cache[table[request, gone // page], gone % page] = float("nan")
+        firsts += [0] * SPARE_ROWS
+        held = torch.tensor(firsts, dtype=torch.int32, device=DEVICE)
+        return self.paged._replace(k_cache=k_cache, v_cache=v_cache, firsts=held)
+
     def check(self, prefix: PagedPrefix | AttendedPrefix | None, plan: Plan | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the kernels themselves, compare with the twin, return what they made."""
         given = (self.q, self.k, self.v, self.starts, self.masks, self.max_rows, 0.3, prefix)
@@ -105,6 +121,15 @@ def test_odd_shapes_idle_requests_and_prefixes_of_no_token(
     out, lse = batch.check(batch.paged, plan)
     assert not out[0].any()  # neither a prefix nor an ancestor
     assert (lse[0] == float("-inf")).all()
+
+
+@pytest.mark.parametrize("plan", [ONE_LAUNCH, SPLIT], ids=["one launch", "split"])
+@pytest.mark.parametrize(("window", "page"), [(3, 16), (20, 5), (20, 16), (100, 64), (1000, 16)])
+def test_sliding_windows(window: int, page: int, plan: Plan) -> None:
+    batch = Batch([3, 0, 20, 2, 1], [0, 9, 200, 64, 129], page=page)
+    out, _ = batch.check(batch.windowed(window), plan)
+    whole, _ = batch.check(batch.paged, plan)
+    assert torch.equal(out[: batch.num_rows], whole[: batch.num_rows]) == (window > 200 + 9)
 
 
 @pytest.mark.parametrize("plan", [ONE_LAUNCH, SPLIT], ids=["one launch", "split"])

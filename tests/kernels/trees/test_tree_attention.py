@@ -53,16 +53,22 @@ class Step:
         return self.q, self.k, self.v, self.starts, self.trees.row_masks, 41
 
 
-def test_every_node_attends_as_if_its_path_alone_had_been_decoded() -> None:
-    step = Step()
-    out, lse = kernel.tree_attention(*step.args(), prefix=step.paged)
+@pytest.mark.parametrize("window", [0, 5, 7, 100])
+def test_every_node_attends_as_if_its_path_alone_had_been_decoded(window: int) -> None:
+    step, prefix, seen = Step(), None, window or 1000
+    if window:
+        depths = torch.nn.functional.pad(step.trees.depths, (1, 0))  # an anchor has 0
+        firsts = [length + depths[b, : step.budgets[b] + 1] - window + 1 for b, length in enumerate(step.lengths)]
+        spare = torch.zeros(len(step.q) - sum(len(one) for one in firsts), dtype=torch.int32)
+        prefix = step.paged._replace(firsts=torch.cat([*firsts, spare]).clamp(min=0).int())
+    out, lse = kernel.tree_attention(*step.args(), prefix=prefix or step.paged)
     for b, length in enumerate(step.lengths):
         tree = build_tree(step.log_probs[b].double().numpy(), step.budgets[b])
         first = int(step.starts[b])
         for node, path in enumerate([[], *tree.ancestors()]):
             rows = torch.tensor([first, *(first + 1 + one for one in path)])
             pages = step.cache[:, step.table[b].long()].flatten(1, 2)[:, :length]
-            k, v = torch.cat([pages[0], step.k[rows]]), torch.cat([pages[1], step.v[rows]])
+            k, v = torch.cat([pages[0], step.k[rows]])[-seen:], torch.cat([pages[1], step.v[rows]])[-seen:]
             k, v = (part.repeat_interleave(HEADS // KV_HEADS, 1).transpose(0, 1) for part in (k, v))
             q = step.q[first + node][:, None]
             wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v)[:, 0]
@@ -127,7 +133,7 @@ def test_parts_merge_in_any_cut(seed: int, parts: int) -> None:
 def test_the_registered_op(which: str) -> None:
     step = Step()
     out, lse = torch.zeros_like(step.q), torch.zeros(51, HEADS)
-    paged: tuple[Any, ...] = step.paged if which == "paged" else (None,) * 6
+    paged: tuple[Any, ...] = step.paged if which == "paged" else (None,) * 7
     attended = (step.q + 1.0, lse + 0.5) if which == "attended" else (None, None)
     args = (*step.args(), 0.3, *paged, 12, *attended, out, lse)
     torch.library.opcheck(torch.ops.honed.tree_attention.default, args)
