@@ -283,7 +283,7 @@ WORKERS: tuple[Clause, ...] = (
     Method("v1/executor/abstract.py", "Executor", "sleep", ("level",)),
     Method("v1/executor/abstract.py", "Executor", "wake_up", ("tags",)),
     Method("v1/executor/abstract.py", "Executor", "discard", ("tags",)),
-    Attributes("v1/executor/abstract.py", "Executor", ("is_sleeping",)),
+    Attributes("v1/executor/abstract.py", "Executor", ("is_sleeping", "sleeping_tags")),
     # A sleep of level 2 discards weights that no swap brings back (deep_sleep.py).
     Method("v1/worker/gpu_worker.py", "Worker", "sleep", ("level",)),
     Method("v1/worker/gpu_worker.py", "Worker", "wake_up", ("tags",)),
@@ -465,6 +465,11 @@ TREES: tuple[Clause, ...] = (
         "do_kv_cache_update",
         first=("layer", "key", "value", "kv_cache", "slot_mapping"),
     ),
+    # Under another name, windows and sinks would be taken for none.
+    Attributes("v1/attention/backends/cpu_attn.py", "CPUAttentionBackendImpl", ("sliding_window", "sinks")),
+    Attributes("v1/attention/backends/flash_attn.py", "FlashAttentionImpl", ("sliding_window", "sinks")),
+    Attributes("v1/attention/backends/triton_attn.py", "TritonAttentionImpl", ("sliding_window", "sinks")),
+    Attributes("v1/attention/backends/flex_attention.py", "FlexAttentionImpl", ("sliding_window",)),
     Attributes("config/compilation.py", "CompilationConfig", ("static_forward_context",)),
     Attributes("config/model.py", "ModelConfig", ("enforce_eager",)),
     # V2 (trees/runner_v2.py)

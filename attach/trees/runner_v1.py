@@ -60,9 +60,9 @@ class TreesV1:
         if reason := _misfit(model_runner):
             raise TypeError(reason)
         of_drafter = set(model_runner.drafter._draft_attn_layer_names)
-        names, self._group = target_layers(model_runner.kv_cache_config, of_drafter)
+        groups = target_layers(model_runner.kv_cache_config, of_drafter)
         context = model_runner.vllm_config.compilation_config.static_forward_context
-        self.layers = TreeLayers({name: context[name] for name in names}, on_error)
+        self.layers = TreeLayers({name: context[name] for name in groups}, groups, on_error)
         self._growing: _Growing | None = None
         self._walked: tuple[TreeStep, Walk] | None = None
         self._logits: torch.Tensor | None = None
@@ -211,8 +211,8 @@ class TreesV1:
                 self._num_failures += 1
                 return
             walked = self._walk(step, logits)
-            slots = step.slots(self._runner.input_batch.block_table[self._group].slot_mapping.gpu)
-            self.layers.compact(slots, walked.path, walked.num_accepted)
+            tables = self._runner.input_batch.block_table
+            self.layers.compact(lambda group: step.slots(tables[group].slot_mapping.gpu), walked.path, walked.num_accepted)
             room = min(sampled.shape[1], walked.emitted.shape[1])
             sampled[step.batch_index, :room] = walked.emitted[:, :room].to(sampled.dtype)
             self._walked = step, walked

@@ -148,16 +148,16 @@ class TreesV2:
         self.slots: int = model_runner.num_speculative_steps
         self._candidates: DraftCandidates = getattr(speculator, _CANDIDATES)
         self.depth = self._candidates.depth
-        names, self._group = target_layers(model_runner.kv_cache_config, set(speculator.draft_attn_layer_names))
+        groups = target_layers(model_runner.kv_cache_config, set(speculator.draft_attn_layer_names))
         context = model_runner.vllm_config.compilation_config.static_forward_context
-        self.layers = TreeLayers({name: context[name] for name in names}, on_error)
+        self.layers = TreeLayers({name: context[name] for name in groups}, groups, on_error)
         self._trees = allocate(model_runner.max_num_reqs, self.slots, model_runner.device)
         self._has_tree = [False] * model_runner.max_num_reqs
         self._chained: set[str] = set()
         """Running requests that keep vLLM's own chain."""
         self._are_trees_scheduled = False
         """Whether the step that begins may verify a tree."""
-        self._slot_mapping: torch.Tensor | None = None
+        self._slot_mappings: torch.Tensor | None = None
         self._walked: tuple[TreeStep, Walk] | None = None
         self._told: tuple[list[str], list[torch.Tensor]] | None = None
         self._num_failures = 0
@@ -185,7 +185,7 @@ class TreesV2:
         def prepare_attn(input_batch: Any) -> Any:
             prepared = prepare(input_batch)
             try:
-                self._slot_mapping = prepared[1][self._group]
+                self._slot_mappings = prepared[1]
                 self.layers.step = self._place(input_batch)
             except Exception:
                 self._fail("placing trees")
@@ -302,8 +302,9 @@ class TreesV2:
                 self._num_failures += self.layers.has_failed
                 return output
             walked = walk(step.trees, torch.minimum(step.num_nodes, step.trees.num_nodes), drawn, self.depth)
-            assert self._slot_mapping is not None
-            self.layers.compact(step.slots(self._slot_mapping), walked.path, walked.num_accepted)
+            mappings = self._slot_mappings
+            assert mappings is not None
+            self.layers.compact(lambda group: step.slots(mappings[group]), walked.path, walked.num_accepted)
             sampled = output.sampled_token_ids
             room = min(sampled.shape[1], walked.emitted.shape[1])
             sampled[step.batch_index, :room] = walked.emitted[:, :room].clamp(min=0).to(sampled.dtype)

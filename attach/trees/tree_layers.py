@@ -1,8 +1,9 @@
 """Attention of tree rows in the target's layers: vLLM's own backend computes all rows, then those of trees are overwritten.
 
 `impl.forward` is wrapped on each layer's instance, which vLLM looks up when it runs. So one wrap serves every backend that
-keeps K and V in a known layout (`cache_views`). A row of a tree attends to the prefix in the cache up to its anchor, and to the
-rows of its own ancestors, of this very step.
+keeps K and V in a known layout (`cache_views`). A row of a tree attends to the prefix in the cache up to its anchor, and to
+the rows of its own ancestors, of this very step. A sliding window is counted by depth, as it would be in the text. A sink is
+one more score of each head, which takes its share of the softmax and has no value (gpt-oss; arXiv 2309.17453).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from honed.attach.trees.tree_step import TreeStep
 from honed.kernels.cache import reference as cache_reference
 from honed.kernels.cache.compact_kv import KvPlanes, compact_kv
 from honed.kernels.trees import reference
+from honed.kernels.trees.reference import MAX_DEPTHS
 from honed.kernels.trees.tree_attention import tree_attention
 from honed.kernels.trees.tree_attention_inputs import HEAD_SIZES, PagedPrefix
 
@@ -29,13 +31,14 @@ class TreeLayers:
 
     Args:
         layers: by name.
+        groups: of KV caches, for each layer: layers of a group keep a request's tokens in the same slots.
         on_error: called in a failing forward pass; the step's trees are then not to be used.
 
     Raises:
         TypeError: a layer can't attend to trees; the text says why.
     """
 
-    def __init__(self, layers: Mapping[str, Any], on_error: Callable[[str], None]) -> None:
+    def __init__(self, layers: Mapping[str, Any], groups: Mapping[str, int], on_error: Callable[[str], None]) -> None:
         if not layers:
             raise TypeError("the target has no attention layer that honed knows")
         self.step: TreeStep | None = None
@@ -51,8 +54,11 @@ class TreeLayers:
             if views is None:
                 raise TypeError(f"{name}: honed doesn't know the layout of {type(layer.impl).__name__}'s cache")
             self._views[name] = views
-        planes = [plane for views in self._views.values() for plane in views]
-        self._planes = KvPlanes.of(planes) if planes[0].is_cuda else planes
+        planes: dict[Any, list[torch.Tensor]] = {}
+        for name, views in self._views.items():
+            for plane in views:
+                planes.setdefault((groups[name], plane.shape, plane.stride()), []).append(plane)
+        self._planes = [(of[0], KvPlanes.of(held) if held[0].is_cuda else held) for of, held in planes.items()]
 
     def wrap(self) -> None:
         """Overwrite tree rows from now on."""
@@ -84,35 +90,49 @@ class TreeLayers:
         q = query.view(len(query), heads, width)[step.rows]
         k, v = (x.view(len(x), layer.num_kv_heads, width)[step.rows] for x in (key, value))
         prefix = PagedPrefix(*views, metadata.block_table[step.batch_index], step.prefix)
-        masks, scale = step.trees.row_masks, float(layer.impl.scale)
+        masks, scale, sinks = step.trees.row_masks, float(layer.impl.scale), getattr(layer.impl, "sinks", None)
+        if window := _window_of(layer.impl):
+            prefix = prefix._replace(firsts=step.firsts(window))
         if q.is_cuda:
-            made, _ = tree_attention(q, k, v, step.row_starts, masks, step.max_rows, scale=scale, prefix=prefix)
+            out = torch.empty(q.shape, dtype=torch.float32, device=q.device) if sinks is not None else None
+            made, lse = tree_attention(
+                q, k, v, step.row_starts, masks, step.max_rows, scale=scale, prefix=prefix, max_prefix=window or None, out=out
+            )
         else:  # keys in a CPU's cache have no unit stride
             pages = -(-int(step.prefix.max()) // views[0].shape[1])
             prefix = prefix._replace(block_table=prefix.block_table[:, : max(pages, 1)])
-            made, _ = reference.tree_attention(q, k, v, step.row_starts, masks, step.max_rows, scale, prefix)
+            made, lse = reference.tree_attention(q, k, v, step.row_starts, masks, step.max_rows, scale, prefix)
+        if sinks is not None:
+            made = made * (lse - sinks.float()).sigmoid()[..., None]
         output.view(len(output), heads, width)[step.rows] = made.to(output.dtype)
 
-    def compact(self, slots: torch.Tensor, path: torch.Tensor, num_accepted: torch.Tensor) -> None:  # [B, I], [B, P], [B]
-        """Move the accepted rows' K and V to the slots that follow the anchors', in every layer."""
-        if isinstance(self._planes, KvPlanes):
-            compact_kv(self._planes, slots, path, num_accepted)
-        else:
-            cache_reference.compact_kv(self._planes, slots, path, num_accepted)
+    def compact(
+        self, slots_of: Callable[[int], torch.Tensor], path: torch.Tensor, num_accepted: torch.Tensor
+    ) -> None:  # [B, I], [B, P], [B]
+        """Move the accepted rows' K and V to the slots that follow the anchors', in every layer.
+
+        Args:
+            slots_of: slots of each request's rows in a group of KV caches.
+            path: rows of the accepted nodes in their requests.
+        """
+        for group, planes in self._planes:
+            if isinstance(planes, KvPlanes):
+                compact_kv(planes, slots_of(group), path, num_accepted)
+            else:
+                cache_reference.compact_kv(planes, slots_of(group), path, num_accepted)
 
 
-def target_layers(kv_cache_config: Any, of_drafter: set[str]) -> tuple[list[str], int]:
-    """Names of the target's attention layers, and their group of KV caches.
-
-    Raises:
-        TypeError: they have several.
-    """
+def target_layers(kv_cache_config: Any, of_drafter: set[str]) -> dict[str, int]:
+    """Names of the target's attention layers, each with the number of its group of KV caches."""
     groups = enumerate(kv_cache_config.kv_cache_groups)
-    found = [(i, [name for name in group.layer_names if name not in of_drafter]) for i, group in groups]
-    found = [(i, names) for i, names in found if names]
-    if len(found) != 1:
-        raise TypeError("the target's layers have several kinds of KV cache")
-    return found[0][1], found[0][0]
+    return {name: number for number, group in groups for name in group.layer_names if name not in of_drafter}
+
+
+def _window_of(impl: Any) -> int:
+    """Tokens that a row attends to, its own among them; 0: all."""
+    held = getattr(impl, "sliding_window", None)
+    left = held[0] if isinstance(held, tuple) else -1 if held is None else held - 1
+    return max(int(left) + 1, 0)
 
 
 def _misfit(layer: Any) -> str:
@@ -125,10 +145,10 @@ def _misfit(layer: Any) -> str:
     for name, wanted in (("attn_type", "decoder"), ("kv_sharing_target_layer_name", None)):
         if getattr(impl, name, wanted) not in (wanted, None):
             return f"its attention is of another kind ({name})"
-    if getattr(impl, "sliding_window", None) not in (None, -1, (-1, -1)):
-        return "it has a sliding window"
-    if getattr(impl, "alibi_slopes", None) is not None or getattr(impl, "sinks", None) is not None:
-        return "it has ALiBi or sinks"
+    if 0 < _window_of(impl) <= MAX_DEPTHS:
+        return f"its window of {_window_of(impl)} tokens is shorter than a tree is deep"
+    if getattr(impl, "alibi_slopes", None) is not None:
+        return "it has ALiBi"
     if getattr(impl, "logits_soft_cap", None):
         return "its scores are capped"
     if "fp8" in str(getattr(impl, "kv_cache_dtype", "")):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,6 +26,7 @@ class TreeStep:
     row_starts: torch.Tensor  # [B + 1] int32
     max_rows: int
     prefix: torch.Tensor  # [B] int32, tokens before the anchor
+    _firsts: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def place(self) -> torch.Tensor:  # [R] int64
@@ -38,6 +39,13 @@ class TreeStep:
         place = self.place
         depth = self.trees.depths.long()[self.request, (place - 1).clamp(min=0)]
         return torch.where(place > 0, depth, 0)
+
+    def firsts(self, window: int) -> torch.Tensor:  # [R] int32
+        """The first token of the prefix that each row attends to in a window of so many tokens, its own among them."""
+        if window not in self._firsts:
+            first = self.prefix[self.request] + self.depths - window + 1
+            self._firsts[window] = first.clamp(min=0).int()
+        return self._firsts[window]
 
     def by_request(self, values: torch.Tensor) -> torch.Tensor:  # [R] -> [B, 1 + N] int64, −1 past a request's rows
         """Spread a value of each row."""
