@@ -40,6 +40,7 @@ FAULTS = (
     "a saved training that fills the disk",
     "a trainer that is taken for lost while it saves",
     "written files that count as used memory",
+    "training at a low share that seemed too dear for ever",
     "a drafter under other tensor names",
     "a candidate that gains on one workload and loses on another",
     "a gate that equal candidates pass by luck",

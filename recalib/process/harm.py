@@ -14,8 +14,9 @@ hypothesis each factor has mean ≤ 1. So the second passes 20 with probability 
 often one looks (Ville). The first is raised falsely once in 20 pairs or rarer, if the harm is at the budget all the time:
 training loses by it, not the users.
 
-A pair counts for the first test if anything was trained in it, whatever stopped it then. It counts for the second only if at
-least half of the share was trained. Bets and estimate follow the last fifty pairs or so.
+A pair counts for the first test if training was wanted in it, whatever stopped it then. That it fell on none of its steps tells
+as much: at a low share most windows have no unit, and those that have one would seem to cost far more. A pair counts for the
+second test only if at least half of the share was trained in recent pairs. Bets and estimate follow the last fifty or so.
 
 The mean sees what a median can't: few steps meet a unit of training, and lose much. It doesn't see the tail: if one step in a
 hundred meets a unit, the p99 is what such a step takes. So the same two tests bet on the p99. Let q be the p99, without
@@ -184,11 +185,14 @@ class HarmMeter:
         self.is_on = False
         """Whether training may run beside requests in this window."""
         self._is_first = True
-        self._seen: dict[bool, tuple[float, float, float]] = {}
-        """Cost, share of the time that was trained, and of slow steps, of the pair's windows with and without training."""
+        self._seen: dict[bool, tuple[float, float, float, bool]] = {}
+        """Cost, share of the time that was trained, share of slow steps, and whether training was wanted, of a pair's windows."""
         self._seen_prefills: dict[bool, _Cost] = {}
         self._began_ns = 0
         self._all, self._with_prompts, self._worked_s = _Cost(), _Cost(), 0.0
+        self._is_wanted = False
+        """Whether anything was to be trained in the window, as far as the share goes."""
+        self._recent_worked = self._recent_duty = 0.0
         self._time_of: dict[str, float] = {}
         """Time of each engine's steps in the window."""
         self.latest: dict[str, StepRow] = {}
@@ -221,13 +225,19 @@ class HarmMeter:
         for bets in (self.bets, self.tail, self.prefills):
             bets.forget()
         self._forget_prefills()
+        self._recent_worked = self._recent_duty = 0.0
 
     def _forget_prefills(self) -> None:
         self._pairs_prefills = {True: _Cost(), False: _Cost()}
         self._are_pairs_whole = True
 
+    def want(self) -> None:
+        """Note that training would run now beside requests, as far as its share goes."""
+        self._is_wanted = True
+
     def worked(self, seconds: float) -> None:
         """Note time of training beside requests."""
+        self._is_wanted = True
         self._worked_s += seconds
 
     def observe(self, engine_id: str, row: StepRow, now_ns: int, duty: float) -> float | None:
@@ -263,7 +273,7 @@ class HarmMeter:
         ratios, limit, fade = np.array(self._ratios), self._slow_from, 1.0 - 1.0 / MOST_RATIOS
         if not self.is_on:
             self._off_ratios.extend(self._ratios)
-        elif self._worked_s and math.isfinite(limit):
+        elif self._is_wanted and math.isfinite(limit):
             for is_slow in (ratios > limit).tolist():
                 self._on_steps = fade * self._on_steps + 1.0
                 self._slow_steps = fade * self._slow_steps + is_slow
@@ -273,15 +283,18 @@ class HarmMeter:
 
     def _close(self, now_ns: int, duty: float) -> float | None:
         """End the window, begin the next, and return the pair's harm."""
-        self._seen[self.is_on] = self._all.ratio, self._worked_s / max(self._time_of.values()), self._slow()
+        worked_share = self._worked_s / max(self._time_of.values())
+        self._seen[self.is_on] = self._all.ratio, worked_share, self._slow(), self._is_wanted
         self._seen_prefills[self.is_on] = self._with_prompts
         harm = None
         if self._is_first:
             self.is_on = not self.is_on
         else:
-            (on, worked, slow), (off, _, slow_without) = self._seen[True], self._seen[False]
-            if worked:
-                harm, is_whole = on / off - 1.0, worked >= duty / 2
+            (on, worked, slow, is_wanted), (off, _, slow_without, _) = self._seen[True], self._seen[False]
+            if is_wanted:
+                self._recent_worked = _FADE * self._recent_worked + worked
+                self._recent_duty = _FADE * self._recent_duty + duty
+                harm, is_whole = on / off - 1.0, self._recent_worked >= self._recent_duty / 2
                 self.bets.add(harm, is_whole)
                 if math.isfinite(self._slow_from):
                     self.tail.add(TAIL + slow - slow_without, is_whole)
@@ -292,7 +305,7 @@ class HarmMeter:
             self._seen.clear()
         self._is_first = not self._is_first
         self._length_s = self._draw.uniform(*(ON_S if self.is_on else OFF_S))
-        self._began_ns, self._worked_s = now_ns, 0.0
+        self._began_ns, self._worked_s, self._is_wanted = now_ns, 0.0, False
         self._all, self._with_prompts = _Cost(), _Cost()
         self._time_of.clear()
         return harm

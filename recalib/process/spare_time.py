@@ -86,6 +86,7 @@ class SpareTime:
         since_s, self._credited_s = now_s - self._credited_s, now_s
         if self.why_not(now_s, engines):
             return False
+        self.meter.want()
         if 0.0 < since_s < 1.0:
             self._credit_s = min(self._credit_s + since_s * self.duty, SLICE_S)
         if self._credit_s < self._wanted_s:

@@ -117,6 +117,23 @@ def test_the_p99_stays_within_its_budget(price: float) -> None:
     assert worked[0.02] > 0.2 * worked[10.0]
 
 
+@pytest.mark.fault("training at a low share that seemed too dear for ever")
+def test_a_low_share_is_measured_as_what_it_is_and_grows_again() -> None:
+    """Most of its windows have no unit. Those that have one cost several times as much as all of them."""
+    made = device(1.0, 0.02)
+    made.spare.duty, shares = BUDGET / 16, list[float]()
+    made.run(100.0)
+    while made.spare.duty == BUDGET / 16:
+        shares.append(made.run(200.0)[1])
+        assert len(shares) < 9, "it never grew"
+    assert shares[0] == pytest.approx(BUDGET / 16, rel=0.3)
+    made.spare.duty = BUDGET / 16
+    made.spare.meter.forget()
+    made.spare._decide = lambda _: None  # type: ignore[method-assign]
+    harm, _ = made.run(400.0)
+    assert abs(made.spare.meter.bets.mean - harm) < 2.0 * made.spare.meter.bets.error
+
+
 @pytest.mark.parametrize("prompts", [0.03, 0.3])
 def test_prompts_that_suffer_more_than_other_steps_hold_it_back(prompts: float) -> None:
     """The mean of all steps hardly sees them, and they are what a user waits for first."""
