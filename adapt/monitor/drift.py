@@ -16,7 +16,7 @@ that a young reference promises less. Three tests compare each batch's trials an
 A workload's state is the first of these that holds:
 
     drifted    it regressed less than `rearm_rounds` ago, by age: the reference is being relearned at the new level
-    suspect    Page–Hinkley's statistic is high, for `rearm_rounds` at most; then the new level is the normal one
+    suspect    Page–Hinkley's statistic is high, for `rearm_rounds` at most; then it is held against the new level
     low        it was found low; until it is surely within `low_gap` of the best other one, or for `new_workload_rounds`
     learning   it had fewer than `min_reference_rounds` rounds
     stable
@@ -278,6 +278,10 @@ class _Workload:
 
     def __init__(self, num_spec_tokens: int, settings: DriftSettings) -> None:
         self.reference = AcceptanceCounts(num_spec_tokens, math.inf)
+        self.normal = AcceptanceCounts(num_spec_tokens, math.inf)
+        """The reference, until a suspicion ends without proof: then its level meanwhile, for Page–Hinkley alone."""
+        self.suspected = AcceptanceCounts(num_spec_tokens, math.inf)
+        """Rounds since the suspicion began."""
         self.recent = AcceptanceCounts(num_spec_tokens, RECENT_ROUNDS)
         self.regressed = Bet(num_spec_tokens, is_restarting=True)
         self.low = Bet(num_spec_tokens, is_restarting=False)
@@ -310,7 +314,8 @@ class _Workload:
         self._shares += float(trials.share.sum())
         self._information += float(trials.information.sum())
         if self.suspect_since < 0.0:
-            self.reference.scale(math.exp(-older / REFERENCE_ROUNDS))
+            for learned in (self.reference, self.normal):
+                learned.scale(math.exp(-older / REFERENCE_ROUNDS))
 
     @property
     def state(self) -> str:
@@ -383,10 +388,13 @@ class DriftMonitor:
             alarms += self._test_regression(workload, held, trials, now_s or 0.0)
         alarms += self._test_low(workload, held, trials)
         if held.rounds >= self.settings.min_reference_rounds:
-            held.dispersion.observe(trials, _curve(held.reference))
+            held.dispersion.observe(trials, _curve(held.normal))
         held.grow(trials, now_s)
         if held.suspect_since < 0.0:
             trials.count_into(held.reference)
+            trials.count_into(held.normal)
+        else:
+            trials.count_into(held.suspected)
         return alarms
 
     def figures(self, workload: str) -> dict[str, object]:
@@ -406,16 +414,17 @@ class DriftMonitor:
         settings = self.settings
         dispersion, lower = held.dispersion.value, lower_curve(held.reference, REFERENCE_Z, held.design_effect)
         held.regressed.observe(trials, lower, TOLERATED_LOSS, dispersion, now_s)
-        held.page_hinkley.observe(trials.deviation(_curve(held.reference), TOLERATED_LOSS) / math.sqrt(dispersion))
+        held.page_hinkley.observe(trials.deviation(_curve(held.normal), TOLERATED_LOSS) / math.sqrt(dispersion))
         if held.regressed.log_e >= math.log(settings.batches_per_false_alarm):
             is_armed = not held.is_drifted
             alarm = self._alarm("regressed", workload, held, held.regressed, _length(held.reference))
             if is_armed:
                 held.alarmed_at, held.alarm = held.age, alarm.text
             held.suspect_since = -1.0
-            held.reference = AcceptanceCounts(self._num_spec_tokens, math.inf)
-            held.reference.trials += held.recent.trials
-            held.reference.successes += held.recent.successes
+            held.reference, held.normal = (AcceptanceCounts(self._num_spec_tokens, math.inf) for _ in range(2))
+            for learned in (held.reference, held.normal):
+                learned.trials += held.recent.trials
+                learned.successes += held.recent.successes
             held.regressed = Bet(self._num_spec_tokens, is_restarting=True)
             held.page_hinkley = PageHinkley(SUSPECT_SLACK)
             return [alarm] if is_armed else []
@@ -425,10 +434,12 @@ class DriftMonitor:
         if held.page_hinkley.statistic <= SUSPECT_LEVEL:
             held.suspect_since = -1.0
         elif held.suspect_since < 0.0:
-            held.suspect_since = held.age
+            held.suspect_since, held.suspected = held.age, AcceptanceCounts(self._num_spec_tokens, math.inf)
         elif held.age - held.suspect_since >= settings.rearm_rounds:
-            # Suspicion never became proof: the change is too small for an alarm, and is the new normal.
+            # Suspicion never became proof: the change is too small for an alarm, and is the new normal. The bet keeps the old
+            # level in sight, for a day: several such losses together may be proven.
             held.page_hinkley, held.suspect_since = PageHinkley(SUSPECT_SLACK), -1.0
+            held.normal = held.suspected
         return []
 
     def _test_low(self, workload: str, held: _Workload, trials: Trials) -> list[Alarm]:

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -150,6 +151,35 @@ def test_a_low_workload_that_gets_worse_is_suspect_and_its_reference_waits():
     assert monitor.figures("b")["reference_length"] == reference
     feed(monitor, rng, "b", GOOD * 0.5, 30)
     assert monitor.figures("b")["state"] == "low"
+
+
+def test_a_loss_too_small_to_prove_is_the_new_normal_until_more_is_lost():
+    """Without a level of its own it would be suspect again and again; without the old one the second loss would hide."""
+    rng = np.random.default_rng(17)
+    monitor, states, now_s = DriftMonitor(K), [], 1e9
+
+    def feed_at(curve, batches):
+        nonlocal now_s
+        found = []
+        for _ in range(batches):
+            now_s += 600.0
+            lengths = rng.integers(1, K + 1, 600)
+            found += monitor.observe("w", lengths, simulate_rounds(rng, curve, lengths), now_s=now_s)
+            states.append(monitor.figures("w")["state"])
+        return found
+
+    assert feed_at(GOOD, 100) == []
+    states.clear()
+    assert feed_at(GOOD * 0.94, 300) == []
+    entered = sum(one == "suspect" != before for before, one in itertools.pairwise(["stable", *states]))
+    assert entered in (1, 2)
+    assert set(states[-100:]) == {"stable"}
+    states.clear()
+    monitor = DriftMonitor(K)
+    feed_at(GOOD, 100)
+    assert feed_at(GOOD * 0.94, 50) == []
+    assert states[-1] == "stable"
+    assert len(feed_at(GOOD * 0.88, 60)) == 1
 
 
 def test_a_new_workload_a_little_below_is_fine():
