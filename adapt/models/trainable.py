@@ -29,6 +29,8 @@ EAGLE3_ARCHITECTURES = (
     "Eagle3Qwen3ForCausalLM",
 )
 """Those that vLLM loads with its Llama's or Qwen3's EAGLE-3 class."""
+EAGLE3_WITH_HEAD_NORMS = "Eagle3Qwen3ForCausalLM"
+"""The only one that it loads with Qwen3's, whose heads have norms of queries and keys."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding that the trainable drafter computes."""
 _OPTIONAL_WINDOW = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")

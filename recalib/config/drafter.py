@@ -8,6 +8,7 @@ from typing import Any
 
 from honed.adapt.models.target_tensor_names import text_config
 from honed.adapt.models.trainable import (
+    EAGLE3_WITH_HEAD_NORMS,
     LayerAttention,
     drafter_reasons,
     drafts_from_anchor,
@@ -267,7 +268,7 @@ def _eagle3_of(raw: Mapping[str, Any]) -> dict[str, Any]:
             norm_before_fc=bool(eagle3_option(raw, "norm_before_fc")),
             norms_features=bool(raw.get("fc_norm")),
             feeds_normed=bool(raw.get("norm_output")),
-            has_head_norms="Qwen3" in raw["architectures"][0],
+            has_head_norms=raw["architectures"][0] == EAGLE3_WITH_HEAD_NORMS,
             num_features=int(raw.get("num_aux_layers") or raw.get("num_aux_hidden_states") or len(layers) or 3),
         ),
     }

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from honed.adapt.models.drafter_tensor_names import makes_context
+from honed.adapt.models.trainable import EAGLE3_ARCHITECTURES
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.drafter.checkpoint import CheckpointError, load_drafter, save_drafter
 from honed.recalib.drafter.drafter import Vocabulary
@@ -254,6 +255,14 @@ def test_speculators_form_is_read_as_vllm_reads_it() -> None:
     made = DrafterConfig.from_json(qwen3).eagle3
     assert made is not None
     assert made.has_head_norms
+
+
+def test_heads_have_norms_where_vllms_class_has_them() -> None:
+    registry = pytest.importorskip("vllm.model_executor.models.registry")._SPECULATIVE_DECODING_MODELS
+    for architecture in EAGLE3_ARCHITECTURES:
+        made = DrafterConfig.from_json(SMALL | {"architectures": [architecture]}).eagle3
+        assert made is not None
+        assert made.has_head_norms == (registry[architecture][1] == "Eagle3Qwen3ForCausalLM"), architecture
 
 
 def test_layers_that_a_config_leaves_to_vllm_are_three(tmp_path: Path) -> None:
