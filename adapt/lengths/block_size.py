@@ -284,7 +284,7 @@ def choose_equal(
         best = held = 0
     elif held and rates[held] <= least(held, True):
         held = best
-    is_held = held != best and rates[best] <= rates[held] * (1.0 + hysteresis)
+    is_held = 0 < held != best and rates[best] <= rates[held] * (1.0 + hysteresis)
     k = held if is_held else best
     lengths = [k] * count if ceilings is None else np.minimum(ceilings, k).tolist()
     drafting_rate = max((rates[k] for k in open_), default=0.0)

@@ -288,6 +288,17 @@ def test_so_it_has_where_all_have_one_length(cap, needed):
         assert any(choose_equal(sums, 4, model, previous=previous, hysteresis=hysteresis).num_draft_tokens) == is_drafting
 
 
+@pytest.mark.parametrize("share", [0.0096, 0.0133, 0.0155])
+def test_cheap_drafts_begin_for_less_there_too(share):
+    """Drafts that add half a hundredth to a step needn't gain the whole hysteresis."""
+    model, previous = StepTimeModel.of(base=10e-3, per_token=1e-7, drafting=0.05e-3), OperatingPoint(1.0, 0)
+    survival = np.outer(np.ones(8), share * 1.25 * np.array([1.0, 0.2, 0.04]))
+    equal = choose_equal(survival.sum(axis=0).tolist(), 8, model, previous=previous, hysteresis=0.02)
+    assert 0.0 < equal.margin < 0.02
+    assert equal.num_draft_tokens == choose(survival, model, previous=previous, hysteresis=0.02).num_draft_tokens
+    assert any(equal.num_draft_tokens)
+
+
 def test_the_margin_is_told_whether_or_not_it_is_taken():
     survival, model = make_survival(3, 4, 7), make_model()
     assert choose(0.01 * survival, model).margin < 0.0
