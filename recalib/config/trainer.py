@@ -157,6 +157,11 @@ class TrainerSettings(SampleSettings):
         **dict.fromkeys(("status_interval_s", "tick_s"), Range(0, 60, excludes_low=True)),
     }
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.blends:
+            raise ValueError("blends is empty: at least one candidate must be judged, for example [1.0]")
+
     @property
     def unit_s(self) -> float:
         """Longest time of a unit on a GPU; 0: units aren't divided."""

@@ -107,6 +107,7 @@ def test_captured_lengths_that_leave_one_to_choose_or_do_not_matter_are_taken(co
         ({"env": {"HONED_STORE": '{"max_raw_bytes": -1}'}}, "must be at least 0 (from HONED_STORE in the environment)"),
         ({"env": {"HONED_STORE__COMMIT_INTERVAL_S": "nan"}}, "must be from 0 to 5"),
         ({"env": {"HONED_TRAINER__MIN_ROWS": "5000"}}, "settings [trainer]: min_rows (5000) must not be more than max_rows"),
+        ({"env": {"HONED_TRAINER__BLENDS": "[]"}}, "blends is empty: at least one candidate must be judged"),
         ({"env": {"HONED_TRAINER__BLENDS": "[0.5, 3]"}}, "'trainer.blends' is [0.5, 3]: must be above 0 and at most 1"),
         ({"env": {"HONED_HTTP__METRICS_LISTEN": "127.0.0.1:99999"}}, "has port 99999; a port is from 0 to 65535"),
         ({"env": {"HONED_HTTP__METRICS_LISTEN": "0.0.0.0:9464"}}, "isn't a loopback address"),
