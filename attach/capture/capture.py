@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from honed.adapt.protocol.sample_ring import MOST_CAPTURED
 from honed.attach.capture.captured_rows import CapturedRequest, CapturedRows, RowWriter
 from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.events.labels import read_labels
@@ -35,8 +36,6 @@ logger = logging.getLogger("honed.attach")
 
 RETRY_S = 600.0
 """Time to wait after a ring couldn't be made."""
-MOST_REQUESTS = 32
-"""Most requests captured at once: of more, the trainer would get parts of all instead of some as a whole."""
 
 
 class Capturer:
@@ -128,7 +127,7 @@ class Capturer:
             if len(new.prompt_token_ids) > known.prompt_tokens:
                 self._ended.append(self._requests.pop(new.req_id))
             return
-        if len(self._requests) >= MOST_REQUESTS:
+        if len(self._requests) >= MOST_CAPTURED:
             return
         digest = key_of(new.req_id, self._secret)
         if int.from_bytes(digest) / 2.0**64 >= self.share:

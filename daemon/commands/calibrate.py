@@ -15,6 +15,7 @@ from rich.console import Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from honed.adapt.protocol.sample_ring import MOST_CAPTURED
 from honed.daemon.calibration import calibrate
 from honed.daemon.calibration.calibrate import CalibrationError, Collected
 from honed.daemon.calibration.prompts_file import HELP, PromptsError, read_prompts
@@ -55,7 +56,9 @@ def command(
     max_tokens: MaxTokens = 512,
     temperature: Temperature = None,
     top_p: TopP = None,
-    concurrency: Concurrency = 16,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=MOST_CAPTURED, help=f"Concurrent requests, {MOST_CAPTURED} at most: no more are captured.")
+    ] = 16,
     api_key_file: KeyFile = None,
     engine: Annotated[str, typer.Option(help="Engine; optional if there is only one.")] = "",
     scope: Annotated[str, typer.Option(help="full or kv-frozen; default: full if the engine captures layers.")] = "",

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED
-from honed.attach.capture.capture import MOST_REQUESTS, Capturer
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, MOST_CAPTURED
+from honed.attach.capture.capture import Capturer
 from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.runner.runner import StepView
 from honed.kernels.capture.reference import context_features
@@ -137,7 +137,7 @@ def test_so_many_requests_are_captured_at_once_that_they_are_whole(capturer: Cap
     """With 128 running ones, the trainer got a fortieth of each answer."""
     capturer.on_schedule(schedule({f"r{i}": [1] for i in range(128)}))
     first = list(capturer._requests)
-    assert len(first) == MOST_REQUESTS
+    assert len(first) == MOST_CAPTURED
     capturer.on_schedule(schedule({"late": [1], "again": [1], first[1]: [1]}, finished=(first[0],)))
     assert list(capturer._requests) == [*first[1:], "late"]
 

@@ -294,6 +294,13 @@ def test_a_change_against_an_older_generation_is_refused(run: Run, daemon: None)
     assert "honed drafters" in result.stderr
 
 
+def test_calibrate_refuses_more_requests_than_are_captured_at_once(run: Run) -> None:
+    """The rest would be completed, paid for and lost."""
+    done = run("calibrate", "--url", "http://127.0.0.1:1", "--prompts", "p", "--concurrency", "64")
+    assert done.exit_code == 2
+    assert "less than or equal to 32" in done.output
+
+
 @pytest.mark.parametrize("command", ["recalibrate", "rollback"])
 def test_what_is_not_possible_now_ends_with_1_and_the_reason(run: Run, engine: FakeEngine, command: str) -> None:
     result = run(command)
