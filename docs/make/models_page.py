@@ -13,7 +13,6 @@ from docs.make.published import HEADS, PUBLISHED
 from honed.recalib.config.drafter import DrafterConfig, Eagle3, Mtp
 from honed.recalib.config.memory import GIB, estimate, value_bytes
 from honed.recalib.config.trainer import TrainerSettings
-from honed.recalib.config.training import TrainingSettings
 
 PAGE = "docs/models.md"
 HEAD = """# Published drafters
@@ -41,7 +40,8 @@ The head is in the target's checkpoint.
 MEMORY = """
 ## Memory of a training
 
-The trainer's own estimate, with default settings, in GiB. `honed doctor` gives it for your drafter. Samples come on top
+The trainer's own estimate, with default settings, in GiB. A training takes at most nine tenths of the memory that is free, so
+a ninth more than this has to be free. `honed doctor` gives the estimate for your drafter. Samples come on top
 (`trainer.sample_bytes`). On a GPU the engine's memory comes on top as well.
 
 | drafter | CPU, `kv-frozen` | CPU, `full` | GPU, `kv-frozen` | GPU, `full` |
@@ -92,8 +92,9 @@ def _memory_row(name: str) -> str:
     for device in ("cpu", "cuda"):
         shared, compute = value_bytes(device, "auto")
         for scope in ("kv-frozen", "full"):
-            settings, rows = TrainingSettings(scope=scope), TrainerSettings().rows_per_micro_step
-            needed = estimate(config, settings, rows, shared_bytes=shared, compute_bytes=compute)
+            trainer = TrainerSettings()
+            settings = trainer.training(scope, config.block_size, config.hidden_size)
+            needed = estimate(config, settings, trainer.rows_per_micro_step, shared_bytes=shared, compute_bytes=compute)
             cells.append(f"{needed.total_bytes / GIB:.1f}")
     return f"| {name} | {' | '.join(cells)} |"
 
