@@ -89,7 +89,7 @@ class TreeLayers:
         heads, width = layer.num_heads, layer.head_size
         q = query.view(len(query), heads, width)[step.rows]
         k, v = (x.view(len(x), layer.num_kv_heads, width)[step.rows] for x in (key, value))
-        prefix = PagedPrefix(*views, metadata.block_table[step.batch_index], step.prefix)
+        prefix = PagedPrefix(*views, step.block_table(metadata.block_table), step.prefix)
         masks, scale, sinks = step.trees.row_masks, float(layer.impl.scale), getattr(layer.impl, "sinks", None)
         if window := _window_of(layer.impl):
             prefix = prefix._replace(firsts=step.firsts(window))

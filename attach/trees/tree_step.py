@@ -27,6 +27,7 @@ class TreeStep:
     max_rows: int
     prefix: torch.Tensor  # [B] int32, tokens before the anchor
     _firsts: dict[int, torch.Tensor] = field(default_factory=dict)
+    _tables: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def place(self) -> torch.Tensor:  # [R] int64
@@ -46,6 +47,12 @@ class TreeStep:
             first = self.prefix[self.request] + self.depths - window + 1
             self._firsts[window] = first.clamp(min=0).int()
         return self._firsts[window]
+
+    def block_table(self, of_batch: torch.Tensor) -> torch.Tensor:  # [requests of the step, P] -> [B, P]
+        """Rows of a group's block table, which all of its layers share."""
+        if (key := of_batch.data_ptr()) not in self._tables:
+            self._tables[key] = of_batch[self.batch_index]
+        return self._tables[key]
 
     def by_request(self, values: torch.Tensor) -> torch.Tensor:  # [R] -> [B, 1 + N] int64, −1 past a request's rows
         """Spread a value of each row."""
