@@ -12,7 +12,7 @@ an earlier one wrote. Programs share nothing: each has its own layer, request an
 
 Moves: 2 · Σ rows that move · row bytes · planes, which at copy bandwidth is the floor; plus 8 bytes of slot and 4 of path per
 row and program.
-On an H200 (64 requests, 8 of 32 nodes, 36 layers of 8 × 128): 51 µs, 0.69 of copy bandwidth; one request 8 µs.
+Its share of copy bandwidth on an H200 is in docs/gpu.md.
 Layout: planes [num_blocks, kv_block_size, H, W], unit stride in W and any others, all of one shape, strides and type. They are
 K and V of each layer, or whole rows of caches that keep K, V and scales beside each other. slot = block · kv_block_size +
 offset. The type doesn't matter: words are moved. Scales in separate tensors are planes of another shape and need a separate

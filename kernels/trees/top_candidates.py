@@ -8,8 +8,6 @@ Moves: B·D·V·sizeof(logits) bytes, once, and some hundredths of that again; a
 the logits at copy bandwidth. The compiled loop has nine instructions a bf16 element, 1.25 of them exp2: on an H200 some four
 fifths of the time that the bytes take, by count.
 Layout: `logits` [B, D, V] with unit stride in V, V below 2³¹.
-On an H200 (64 × 15 rows of 151,936, bf16, top 8): 131 µs, 0.53 of copy bandwidth, 1.3 times the time of the logits' `amax`;
-`topk` and `logsumexp` under torch.compile take 1,340.
 Source: the running Σ exp is arXiv 1805.02867 (online softmax), kept a lane.
 """
 

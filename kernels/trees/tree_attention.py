@@ -11,11 +11,9 @@ most 128: 32 rows of four heads fill one. 33 need two, of which the second is ne
 Layout: q, k, v, out [R, H or H_kv, E] with unit stride in E; E 16 … 256, a power of two. A cache [P, page, H_kv, E] with unit
 stride in E and any other, so K and V may be halves of one tensor. Pages of any length (one table look-up a tile if a page holds
 whole tiles); K/V of the cache in q's type or float8_e4m3fn. A request's rows may be in any order.
-On an H200 (bf16, 32/8 heads of 128): 64 requests with 4,096 tokens and 33 rows take 801 µs, 0.33 of the floor (the second
-tile), 3.1 times as fast as PyTorch's attention with a mask. With 256 rows they take 3,333 µs, 0.44, 1.07 times as fast as that
-and 1.25 times as FlexAttention. One request with 32,768 tokens takes 103 µs, 0.31. Neither tile sizes nor `choose_plan`'s
-constants were tuned on one. It compiles for sm_90 with wgmma and asynchronous copies, without spills at the plans for 16-bit
-types and E ≤ 128. Limits: in a large batch, one prefix far longer than the others isn't split; float32 spills.
+Its share of the floor on an H200 is in docs/gpu.md. Neither tile sizes nor `choose_plan`'s constants were tuned on one. It
+compiles for sm_90 with wgmma and asynchronous copies, without spills at the plans for 16-bit types and E ≤ 128. Limits: in a
+large batch, one prefix far longer than the others isn't split; float32 spills.
 Source: arXiv 2205.14135 (FlashAttention), 2501.01005 (FlashInfer; merging), Flash-Decoding (splits).
 """
 

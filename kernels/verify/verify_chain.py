@@ -16,9 +16,7 @@ are never stored.
 Moves: one-hot q: (Σ rows, k + 1 each)·V·sizeof(logits) at most, + B·8,192·sizeof for step 3; full q: twice that + 2·B·V·sizeof
 for step 2. The floor is the rows up to each request's rejection, once, at copy bandwidth. How near the early exit comes to it
 depends on how the GPU orders programs: not measured.
-On an H200 (64 × 16 rows of 151,936, bf16, all accepted; with 16 warps): greedy 211 µs, sampled 221, full q 350, which is 2.1,
-2.2 and 1.8 times the time of the logits' `amax`. Plain PyTorch under torch.compile takes 171, 585 and 831, vLLM 0.32's sampler
-725, 1,806 and 2,606.
+Its time on an H200 is in docs/gpu.md.
 Layout: unit stride in V (16 bytes a load if V and the other strides are multiples of 16, else one number). Target logits are
 [B, K + 1, V], or [R, V] with request b's rows at first_rows[b] … + k_b (vLLM's ragged batch). Logits are after penalties and
 top-k/top-p masks (−inf), before the temperature.

@@ -12,8 +12,7 @@ skipped; the others only cost time. (2) One program a request walks.
 
 Moves: at most B·(N + 1)·(V + 8,192)·sizeof(logits), less what is skipped; the floor is the rows of the path and the anchor's,
 once, at copy bandwidth. How near the skipping comes to it depends on how the GPU orders programs: not measured.
-On an H200 (64 trees of 32 nodes, V 151,936, bf16, walks to the end of a chain of 15; with 8 warps): 205 µs greedy, 238 sampled;
-`amax` of all rows takes 190, a draw at every node under torch.compile 320 and 2,116.
+Its time on an H200 is in docs/gpu.md.
 Layout: unit stride in V (16 bytes a load if V and the other strides are multiples of 16, else one number). Logits are [B, N +
 1, V] or [R, V] with request b's rows from first_rows[b] on; row 0 is the anchor's, row n + 1 node n's. Logits are after
 penalties and masks, before the temperature. Trees are as from tree_build: parents of nodes, −1 for children of the anchor;
