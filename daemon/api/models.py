@@ -171,6 +171,8 @@ class StatusView(BaseModel):
     """The runtime directory and its filesystem's type."""
     trainer: TrainerView | None
     training_paused: bool
+    recalibrates: bool
+    """Whether drift begins a recalibration (`recalibration.automatic`)."""
     drafters: dict[str, str | None]
     drafter_problems: dict[str, str]
     """Aliases whose version is removed or damaged, and why; "floor" too."""

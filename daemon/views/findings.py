@@ -127,7 +127,7 @@ def _was_lately(age_s: float | None) -> bool:
 
 
 def _of_training(status: dict[str, Any]) -> Iterator[Finding]:
-    if status.get("trainer") is None:
+    if status.get("trainer") is None and status.get("recalibrates") and _may_capture(status):
         yield Finding("warning", "no trainer is connected: nothing is retrained (start `honed train`)")
     trainer = status.get("trainer") or {}
     if nonfinite := trainer.get("nonfinite_rows"):

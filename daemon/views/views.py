@@ -60,6 +60,7 @@ def status(service: Service) -> dict[str, Any]:
             "runtime": {"dir": str(service.settings.paths.runtime_dir), "filesystem": service.runtime_filesystem},
             "trainer": service.trainer.view(),
             "training_paused": service.trainer.is_paused,
+            "recalibrates": service.settings.recalibration.automatic,
             "drafters": {n: v for n, v in service.drafters.aliases().items() if n != "floor"},
             "drafter_problems": faults,
             "web_config_problem": service.web_config.fault if service.web_config is not None else "",

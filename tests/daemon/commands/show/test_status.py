@@ -23,6 +23,7 @@ HEALTHY: dict[str, Any] = {
             "connected": True,
             "model_name": "tiny",
             "num_spec_tokens": 7,
+            "capabilities": ["events", "capture"],
             "policy": {"kind": "goodput", "generation": 12, "fallback": ""},
             "rounds": 1234567,
             "lost_rounds": 0,
@@ -37,6 +38,7 @@ HEALTHY: dict[str, Any] = {
         "preemption_computing_s_p99": 0.004,
         "yields_to": ["*"],
     },
+    "recalibrates": True,
     "drafters": {"active": "v0002-beef", "previous": "v0001-cafe"},
     "acceptance": {"last_minute": {"rounds": 10, "acceptance_length": 3.25, "acceptance_rate": 0.375}, "total": {}},
     "events": {"received_rounds": 99, "lost_rounds": 0, "batches": 3, "lag_s": 0.1, "rejected_frames": 0},
@@ -66,6 +68,11 @@ def on_disk(**changes: Any) -> dict[str, Any]:
 def test_a_folder_on_disk_is_no_matter_where_nothing_is_captured() -> None:
     assert findings(on_disk(capabilities=["events"])) == []
     assert findings(on_disk(capabilities=["capture"]) | {"runtime": {"dir": "/run/honed", "filesystem": "tmpfs"}}) == []
+
+
+def test_a_host_that_only_observes_needs_no_trainer() -> None:
+    assert findings(changed(trainer=None, recalibrates=False)) == []
+    assert findings(engine(capabilities=["events"]) | {"trainer": None}) == []
 
 
 def test_what_was_long_ago_is_no_finding() -> None:
