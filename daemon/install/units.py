@@ -27,6 +27,7 @@ DEFAULT_PREFIX = Path("/opt/honed")
 COPY = ".before-honed"
 """Suffix of the copy of a replaced file."""
 UNIT_FOLDERS = ("/etc/systemd/system", "/run/systemd/system", "/usr/local/lib/systemd/system", "/lib/systemd/system")
+_DROP_IN = re.compile(r"/etc/systemd/system/(.+\.service)\.d/honed\.conf")
 HIDDEN_FROM_UNITS = (Path("/home"), Path("/root"), Path("/tmp"), Path("/var/tmp"))
 """Folders hidden from the services by ProtectHome and PrivateTmp."""
 
@@ -64,7 +65,7 @@ class Place:
     Args:
         root: folder used as "/"; differs for tests and images.
         prefix: the environment whose `bin/honed` the units start.
-        vllm_unit: the unit that gets the drop-in; "": none.
+        vllm_unit: the unit that gets a drop-in, besides those that have one of ours; "": none.
     """
 
     root: Path = Path("/")
@@ -96,16 +97,21 @@ def texts(place: Place) -> dict[str, tuple[str, bool]]:
         path: ((SOURCES / name).read_text().replace(command, f"{place.prefix}/bin/honed"), is_theirs)
         for path, (name, is_theirs) in wanted.items()
     }
-    if place.vllm_unit:
-        text = drop_in(place.vllm_unit, has_id=_has_engine_id(place))
-        found[f"{units}/{place.vllm_unit}.d/honed.conf"] = (text, False)
+    for unit in dict.fromkeys([*filter(None, [place.vllm_unit]), *_units_with_drop_in(place)]):
+        found[f"{units}/{unit}.d/honed.conf"] = (drop_in(unit, has_id=_has_engine_id(place, unit)), False)
     return found
 
 
-def _has_engine_id(place: Place) -> bool:
-    """Whether the vLLM unit, or another drop-in of it, sets an engine id."""
+def _units_with_drop_in(place: Place) -> list[str]:
+    """vLLM's units that earlier installations gave a drop-in, if it is still there. Raises InstallError."""
+    found = {path: _DROP_IN.fullmatch(path) for path in read_record(place)}
+    return [match[1] for path, match in found.items() if match and place.at(path).exists()]
+
+
+def _has_engine_id(place: Place, unit: str) -> bool:
+    """Whether a vLLM unit, or another drop-in of it, sets an engine id."""
     folders = [place.at(folder) for folder in UNIT_FOLDERS]
-    paths = [folder / name for folder in folders for name in _names_of(place.vllm_unit)]
+    paths = [folder / name for folder in folders for name in _names_of(unit)]
     paths += [
         path for one in list(paths) for path in one.with_name(f"{one.name}.d").glob("*.conf") if path.name != "honed.conf"
     ]

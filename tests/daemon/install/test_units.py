@@ -170,6 +170,24 @@ def test_an_older_file_of_ours_is_brought_up_to_date(run: Run, root: Path, monke
     assert (root / "etc/honed/honed.toml").read_text().startswith("# older")
 
 
+def test_an_older_drop_in_of_a_unit_that_was_named_is_brought_up_to_date(
+    run: Run, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "lib/systemd/system/llm.service").write_text("[Service]\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(units, "drop_in", lambda unit, **about: f"# older, of {unit}\n")
+        for unit in ("llm", "other", "gone"):
+            run("install", "--apply", "--vllm-unit", unit)
+    llm, other, gone = (f"etc/systemd/system/{name}.service.d/honed.conf" for name in ("llm", "other", "gone"))
+    (root / other).write_text("# mine\n")
+    (root / gone).unlink()
+    found = states(run("install", "--apply", "--json"))
+    assert (found[llm], found[other], found[DROP_IN]) == ("update", "changed", "new")
+    assert gone not in found, "a drop-in that the operator removed stays away"
+    assert (root / llm).read_text() == units.drop_in("llm.service")
+    assert (root / other).read_text() == "# mine\n"
+
+
 def test_settings_are_never_touched_again(run: Run, root: Path) -> None:
     run("install", "--apply")
     (root / "etc/honed/honed.toml").write_text("[store]\nmax_raw_bytes = 1\n")
