@@ -80,7 +80,7 @@ def from_environment(environ: Mapping[str, str], data_parallel_index: int = 0) -
     if feature_kind not in ("fused", "layers"):
         raise ValueError(f"HONED_FEATURES={feature_kind!r}: use 'fused' or 'layers'")
     return AttachSettings(
-        runtime_dir=Path(runtime_dir),
+        runtime_dir=Path(runtime_dir).absolute(),  # daemon and trainer get paths below it
         engine_id=f"{engine_id}-{data_parallel_index}",
         is_capture_on=_switch(environ, "HONED_CAPTURE", is_on=True),
         ring_bytes=_bytes(environ, "HONED_RING_BYTES", 64 << 20, minimum=1 << 20),

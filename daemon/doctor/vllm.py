@@ -70,7 +70,7 @@ def _is_without_honed(process: VllmProcess) -> bool:
     """Tell whether nothing of a server's command or known environment names honed."""
     flags = (process.command.scheduler_cls, process.command.worker_extension_cls)
     named = any(flag.startswith("honed.") for flag in flags if flag)
-    return not named and not _runtime_dir(process.environment or {}) and not process.command.config_file
+    return not named and not _runtime_dir(process) and not process.command.config_file
 
 
 def others(processes: Sequence[VllmProcess], user: int, runtime_dir: str) -> list[tuple[VllmProcess, Check]]:
@@ -84,7 +84,7 @@ def others(processes: Sequence[VllmProcess], user: int, runtime_dir: str) -> lis
     without = [process for process in processes if _is_without_honed(process)]
     found = []
     for process in processes:
-        subject, theirs = f"vLLM (process {process.pid})", _runtime_dir(process.environment or {})
+        subject, theirs = f"vLLM (process {process.pid})", _runtime_dir(process)
         if process in without and (len(without) < len(processes) or user not in (0, process.uid)):
             text, cure = f"runs without honed, as user {process.uid}", f"If it is to be tuned: {PRINT_ARGS}"
             found.append((process, Check(subject, "warning", text, cure)))
@@ -100,8 +100,10 @@ def _loads_plugin(environment: dict[str, str], subject: str) -> Iterator[Check]:
         yield Check(subject, "error", f"VLLM_PLUGINS={plugins} leaves honed's plugin out: no capture, no swap", cure)
 
 
-def _runtime_dir(environment: dict[str, str]) -> str:
-    return environment.get("HONED_RUNTIME_DIR", "").strip().rstrip("/")
+def _runtime_dir(process: VllmProcess) -> str:
+    """Absolute path of a server's HONED_RUNTIME_DIR; "" if it has none."""
+    named = (process.environment or {}).get("HONED_RUNTIME_DIR", "").strip()
+    return str((process.cwd or Path("/")) / named) if named else ""
 
 
 def check_process(
@@ -120,7 +122,7 @@ def check_process(
     if process.environment is None:
         yield Check(subject, "unknown", "its environment belongs to another user", "`sudo honed doctor` checks it too.")
     else:
-        yield from _finds_daemon(process.environment, subject, runtime_dir)
+        yield from _finds_daemon(process, subject, runtime_dir)
         yield from _loads_plugin(process.environment, subject)
     if group is not None and process.uid != 0 and group not in process.groups:
         yield Check(
@@ -306,8 +308,8 @@ def _trains(
         yield Check(subject, "warning", f"nothing is captured or retrained: {reason}", UNTRAINED)
 
 
-def _finds_daemon(environment: dict[str, str], subject: str, runtime_dir: str) -> Iterator[Check]:
-    theirs = _runtime_dir(environment)
+def _finds_daemon(process: VllmProcess, subject: str, runtime_dir: str) -> Iterator[Check]:
+    theirs = _runtime_dir(process)
     if not theirs:
         cure = f"Set HONED_RUNTIME_DIR={runtime_dir} for vLLM (`honed vllm-args`), and restart it."
         yield Check(subject, "error", "HONED_RUNTIME_DIR isn't set for it: honed isn't loaded", cure)

@@ -38,7 +38,7 @@ def default_state_dir(env: Mapping[str, str] = os.environ) -> Path:
     """/var/lib/honed for root, else the user's XDG state folder."""
     if os.geteuid() == 0:
         return Path("/var/lib/honed")
-    return Path(env.get("XDG_STATE_HOME") or home() / ".local" / "state") / "honed"
+    return Path(env.get("XDG_STATE_HOME") or home() / ".local" / "state").absolute() / "honed"
 
 
 def default_runtime_dir(env: Mapping[str, str] = os.environ) -> Path:
@@ -46,7 +46,7 @@ def default_runtime_dir(env: Mapping[str, str] = os.environ) -> Path:
     if os.geteuid() == 0:
         return Path("/run/honed")
     if env.get("XDG_RUNTIME_DIR"):
-        return Path(env["XDG_RUNTIME_DIR"]) / "honed"
+        return Path(env["XDG_RUNTIME_DIR"]).absolute() / "honed"
     return Path(tempfile.gettempdir()) / f"honed-{os.geteuid()}"
 
 
@@ -82,6 +82,12 @@ class PathSettings(Section):
     """Persistent data: the database and the registry of drafters."""
     runtime_dir: Path = Field(default_factory=default_runtime_dir)
     """Temporary data: sockets, rings and flags. vLLM needs the same folder, as HONED_RUNTIME_DIR."""
+
+    @field_validator("state_dir", "runtime_dir")
+    @classmethod
+    def _suits_any_process(cls, path: Path) -> Path:
+        """Make it absolute: vLLM and the trainer get paths below it, and have their own working directories."""
+        return path.absolute()
 
     @property
     def database(self) -> Path:

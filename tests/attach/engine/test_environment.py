@@ -22,6 +22,9 @@ def test_paths_follow_from_the_runtime_directory_and_the_engine() -> None:
     assert settings.socket_endpoint == "ipc:///run/honed/engine.sock"
     assert settings.ring_path == Path("/run/honed/engines/chat-2/ring")
     assert settings.busy_path == Path("/run/honed/engines/chat-2/busy")
+    relative = from_environment({"HONED_RUNTIME_DIR": "run"})
+    assert relative is not None
+    assert relative.runtime_dir == Path.cwd() / "run", "daemon and trainer get paths below it"
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,8 @@ def of_process(found: VllmProcess, group: int | None = 990) -> list[Check]:
 def test_a_sound_process_is_all_well(tmp_path: Path) -> None:
     assert wrong(of_process(process(tmp_path))) == []
     assert wrong(of_process(process(tmp_path, uid=0, groups=frozenset()))) == []  # root may use any socket
+    relative = process(tmp_path, environment={"HONED_RUNTIME_DIR": "honed"}, cwd=Path("/run"))
+    assert wrong(of_process(relative)) == [], "the folder that it is, below its working directory"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from honed.adapt.control.settings import ControllerSettings
 from honed.daemon.errors import SettingsError
-from honed.daemon.settings.sections import Section
+from honed.daemon.settings.sections import Section, default_runtime_dir, default_state_dir
 from honed.daemon.settings.settings import Settings, load
 from honed.daemon.settings.variables import ATTACHMENT, keys_of
 
@@ -38,6 +38,20 @@ def test_the_short_names_of_the_paths_count_below_the_long_ones(tmp_path: Path) 
     paths = load(env=env).paths
     assert (paths.state_dir, paths.runtime_dir) == (Path("/a"), Path("/c"))
     assert paths.engine_socket == Path("/c/engine.sock")
+
+
+def test_relative_folders_become_absolute_since_vllm_gets_paths_below_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "honed.toml").write_text('[paths]\nruntime_dir = "run"\n')
+    for paths in (
+        load(flags={"paths": {"state_dir": Path("state")}}, env={"HONED_RUNTIME_DIR": "run"}).paths,
+        load(Path("honed.toml"), env={"HONED_STATE_DIR": "state"}).paths,
+    ):
+        assert (paths.registry, paths.runtime_dir) == (tmp_path / "state" / "registry", tmp_path / "run")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert default_state_dir({"XDG_STATE_HOME": "."}) == default_runtime_dir({"XDG_RUNTIME_DIR": "."}) == tmp_path / "honed"
 
 
 def test_variables_of_the_side_inside_vllm_are_let_be() -> None:
