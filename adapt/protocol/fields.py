@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, TypeAlias
 
-from msgspec import Meta
+from msgspec import Meta, ValidationError, convert
 
 from honed.adapt.protocol.workloads import MAX_LABEL_CHARS
 
@@ -22,7 +22,10 @@ MAX_DRAFT_TOKENS = 4096
 MAX_TEMPERATURE = 1e6
 MAX_TEXT_CHARS = 8192
 
-Identifier: TypeAlias = Annotated[str, Meta(max_length=200, pattern=r"\A[\w-][\w.-]*\Z")]
+MAX_ID_CHARS = 200
+MAX_RANK = 10_000
+
+Identifier: TypeAlias = Annotated[str, Meta(max_length=MAX_ID_CHARS, pattern=r"\A[\w-][\w.-]*\Z")]
 """Id of an engine; also a file name."""
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
 """Version, id of a boot, a command or an operation, or another short text."""
@@ -70,3 +73,13 @@ RoundDrafts: TypeAlias = Annotated[list[Drafts], Meta(max_length=MAX_ROUNDS)]
 RoundTemperatures: TypeAlias = Annotated[list[Temperature], Meta(max_length=MAX_ROUNDS)]
 RoundFloats: TypeAlias = Annotated[list[float], Meta(max_length=MAX_ROUNDS)]
 TokenIds: TypeAlias = Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
+
+
+def check_engine_id(text: str) -> None:
+    """Check an engine's id as an operator gives it, before "-" and the data-parallel rank are added. Raises ValueError."""
+    try:
+        convert(f"{text}-{MAX_RANK}", Identifier)
+    except ValidationError as error:
+        most = MAX_ID_CHARS - len(f"-{MAX_RANK}")
+        cure = f"use letters, digits, '-', '_' and '.' only, no '.' first, {most} at most"
+        raise ValueError(f"{text!r} is no engine id: {cure}") from error

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from honed.adapt.protocol.fields import check_engine_id
+
 RUNTIME_DIR = "HONED_RUNTIME_DIR"
 VARIABLES = (
     RUNTIME_DIR,
@@ -74,8 +76,10 @@ def from_environment(environ: Mapping[str, str], data_parallel_index: int = 0) -
     if not runtime_dir:
         return None
     engine_id = environ.get("HONED_ENGINE_ID", "engine").strip() or "engine"
-    if not all(c.isalnum() or c in "-_." for c in engine_id) or engine_id.startswith("."):
-        raise ValueError(f"HONED_ENGINE_ID={engine_id!r}: use letters, digits, '-', '_' and '.' only")
+    try:
+        check_engine_id(engine_id)
+    except ValueError as error:
+        raise ValueError(f"HONED_ENGINE_ID: {error}") from error
     feature_kind = environ.get("HONED_FEATURES", "fused")
     if feature_kind not in ("fused", "layers"):
         raise ValueError(f"HONED_FEATURES={feature_kind!r}: use 'fused' or 'layers'")

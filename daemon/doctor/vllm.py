@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.adapt.models.trainable import Pair, why_untrained
+from honed.adapt.protocol.fields import check_engine_id
 from honed.daemon.doctor.check import Check
 from honed.daemon.doctor.vllm_command import VllmCommand
 from honed.daemon.doctor.vllm_processes import VllmProcess
@@ -36,6 +37,15 @@ ReadConfig = Callable[[str], dict[str, Any] | None]
 def wants_trees(environment: Mapping[str, str]) -> bool:
     """Whether a vLLM with this environment is to verify draft trees."""
     return environment.get("HONED_TREES", "").strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def check_environment(environment: Mapping[str, str], subject: str) -> Iterator[Check]:
+    """Check that honed takes the name that a vLLM gives its engine."""
+    try:
+        check_engine_id(environment.get("HONED_ENGINE_ID", "").strip() or "engine")
+    except ValueError as error:
+        text = f"honed doesn't attach: HONED_ENGINE_ID {error}"
+        yield Check(subject, "error", text, "Give its engine such a name, and restart vLLM.")
 
 
 def check_command(command: VllmCommand, subject: str, read_config: ReadConfig, *, has_trees: bool = False) -> Iterator[Check]:
@@ -123,6 +133,7 @@ def check_process(
         yield Check(subject, "unknown", "its environment belongs to another user", "`sudo honed doctor` checks it too.")
     else:
         yield from _finds_daemon(process, subject, runtime_dir)
+        yield from check_environment(process.environment, subject)
         yield from _loads_plugin(process.environment, subject)
     if group is not None and process.uid != 0 and group not in process.groups:
         yield Check(

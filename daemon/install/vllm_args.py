@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, Literal
 
+from honed.adapt.protocol.fields import check_engine_id
 from honed.daemon.install.drafter_config import draft_tokens_of, method_of, read
 from honed.recalib.config.drafter import MTP_TOKENS
 
@@ -81,10 +82,11 @@ def make(
         tree_slots: most nodes of a draft tree, in the place of K; 0: no trees. Needs `drafter`.
 
     Raises:
-        ValueError: K is neither given nor known; graphs don't fit; trees of another drafter than DFlash's.
+        ValueError: an engine can't have such an id; K is neither given nor known; graphs don't fit; trees of another drafter than DFlash's.
     """
     environment = {"HONED_RUNTIME_DIR": str(runtime_dir)}
     if engine_id:
+        check_engine_id(engine_id)
         environment["HONED_ENGINE_ID"] = engine_id
     flags = ["--model", model] if model else []
     if (graphs or tree_slots) and not drafter and not method:

@@ -32,6 +32,8 @@ def test_paths_follow_from_the_runtime_directory_and_the_engine() -> None:
     [
         ("HONED_ENGINE_ID", "../etc"),
         ("HONED_ENGINE_ID", ".hidden"),
+        ("HONED_ENGINE_ID", "Qwen/Qwen3-8B"),
+        ("HONED_ENGINE_ID", "x" * 200),
         ("HONED_RING_BYTES", "64M"),
         ("HONED_RING_BYTES", "12"),
         ("HONED_FEATURES", "all"),

@@ -447,6 +447,9 @@ def test_vllm_args_name_this_daemons_folder(run: Run, paths: dict[str, Path]) ->
     assert "honed.attach.scheduler.make_scheduler" in document["flags"]
     assert run("vllm-args", "--format", "yaml").exit_code == 2
     assert run("vllm-args", "--drafter", "d").exit_code == 2
+    refused = run("vllm-args", "--engine-id", "Qwen/Qwen3-8B")
+    assert refused.exit_code == 2
+    assert "'Qwen/Qwen3-8B' is no engine id: use letters" in refused.stderr
 
 
 def test_version_names_what_is_installed(run: Run) -> None:

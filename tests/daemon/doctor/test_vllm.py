@@ -269,6 +269,11 @@ def test_a_sound_process_is_all_well(tmp_path: Path) -> None:
             "leaves honed's plugin out: no capture, no swap",
             "Add honed to VLLM_PLUGINS",
         ),
+        (
+            {"environment": {"HONED_RUNTIME_DIR": "/run/honed", "HONED_ENGINE_ID": "Qwen/Qwen3-8B"}},
+            "honed doesn't attach: HONED_ENGINE_ID 'Qwen/Qwen3-8B' is no engine id",
+            "restart vLLM",
+        ),
         ({"environment": {"HONED_RUNTIME_DIR": "/tmp/x/"}}, "looks for the daemon in /tmp/x", "same folder"),
         ({"groups": frozenset({1})}, "is not in the group of /run/honed", "usermod -aG honed"),
     ],
