@@ -73,7 +73,9 @@ class Sharing:
         self._next_s = float("-inf")
         self._seen: set[str] = set()
         """Weights fetched or pushed since the daemon started; those removed here aren't fetched again."""
-        self._untried = ""
+        self._untried: dict[str, Manifest] = {}
+        """Versions that were fetched and had no trial yet."""
+        self._is_trying = False
         self._telling: Trial | None = None
         """The trial whose evidence goes there."""
         self._told: Trial | None = None
@@ -90,7 +92,7 @@ class Sharing:
         if self._shared is None:
             return
         if not self._is_loaded:
-            self._is_loaded, self._untried = True, self._left_untried()
+            self._is_loaded, self._untried = True, self._untried | self._left_untried()
             self._thread.start()
         trial = self._canaries.latest if self._settings.pool_evidence else None
         if trial is not None and trial is not self._telling and trial is not self._told:
@@ -99,8 +101,9 @@ class Sharing:
             wait_s = self._settings.poll_s if self._telling is None else min(self._settings.poll_s, EVIDENCE_S)
             self._next_s, self._is_exchanging = now_s + wait_s, True
             self._work.put(partial(self._exchange, self._shared))
-        if self._untried and self._settings.try_fetched:
-            self._try_out(self._untried)
+        if self._untried and self._settings.try_fetched and not self._is_trying and self._next_to_try():
+            self._is_trying = True
+            self._work.put(self._try_out)
 
     def soon(self) -> None:
         """Make a check due now, since aliases moved."""
@@ -149,7 +152,7 @@ class Sharing:
                     made = shared.fetch(manifest, targets[manifest.target_sha256])
                     self._note("fetched", made, True)
                     with self._lock:
-                        self._untried = made.version
+                        self._untried[made.version] = made
             self._pool(shared)
             with self._lock:
                 self.last_error, self.last_success_unix_s = "", self._clock()
@@ -199,35 +202,20 @@ class Sharing:
             subject = manifest.version if what == "pushed" else f"{manifest.version} ({manifest.origin})"
             self._journal.audit("honed", f"drafter.{what}", subject)
 
-    # --- on the ticking thread --------------------------------------------------------------------------------------------
-
-    def _left_untried(self) -> str:
-        """The newest version fetched before the daemon's restart, if it is news and never had a trial; else ""."""
-        active = self._manifest_of_active()
+    def _try_out(self) -> None:
+        """Read the version whose turn it is, and start its trial if still nothing else runs."""
         try:
-            tried = canary_tables.tried(self._store)
-        except StoreError as error:
-            log.warning("fetched versions can't be checked", error=str(error))
-            return ""
-        fetched = [one for one in self._drafters.registry.versions() if one.state == "ready" and one.origin]
-        if not fetched or fetched[-1].trial_key in tried or not _is_news(fetched[-1], active):
-            return ""
-        return fetched[-1].version if active is None or fetched[-1].version != active.version else ""
-
-    def _try_out(self, version: str) -> None:
-        """Start its trial if nothing else runs and an engine can take it."""
-        if not self._rollout.is_quiet or not self._eligible.swappable(version):
-            return
-        self._untried = ""
-        self._work.put(partial(self._read_and_try, version))
-
-    def _read_and_try(self, version: str) -> None:
-        self._drafters.read_ahead(version)
-        with self._lock:
-            if self._rollout.is_quiet:
-                self._begin(version)
-            else:
-                self._untried = self._untried or version
+            with self._lock:
+                version = self._next_to_try()
+            if not version:
+                return
+            self._drafters.read_ahead(version)
+            with self._lock:
+                if self._rollout.is_quiet:
+                    del self._untried[version]
+                    self._begin(version)
+        finally:
+            self._is_trying = False
 
     def _begin(self, version: str) -> None:
         try:
@@ -243,6 +231,32 @@ class Sharing:
             self._lifecycle.try_out(operation, version)
         except HonedError as error:
             self._operations.finish(operation, "failed", error=str(error))
+
+    # --- on both threads, with the lock -----------------------------------------------------------------------------------
+
+    def _next_to_try(self) -> str:
+        """The newest untried version that is news and that an engine can compare with the active one; "" if none may now.
+
+        The others wait: engines come and go, and the active version changes.
+        """
+        if not self._rollout.is_quiet:
+            return ""
+        active = self._manifest_of_active()
+        names = [active.version] if active is not None else []
+        for one in sorted(self._untried.values(), key=lambda one: one.created_unix_s, reverse=True):
+            if one.version not in names and _is_news(one, active) and self._eligible.swappable(one.version, *names):
+                return one.version
+        return ""
+
+    def _left_untried(self) -> dict[str, Manifest]:
+        """Versions fetched before the daemon's restart that never had a trial."""
+        try:
+            tried = canary_tables.tried(self._store)
+        except StoreError as error:
+            log.warning("fetched versions can't be checked", error=str(error))
+            return {}
+        fetched = [one for one in self._drafters.registry.versions() if one.state == "ready" and one.origin]
+        return {one.version: one for one in fetched if one.trial_key not in tried}
 
 
 def _is_news(manifest: Manifest, active: Manifest | None) -> bool:

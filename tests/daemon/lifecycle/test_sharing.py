@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
+from safetensors.numpy import load_file, save_file
 
 from honed.daemon.api.app import make_app
 from honed.daemon.service import Service
@@ -15,9 +16,11 @@ from honed.daemon.settings.settings import load
 from honed.daemon.views.findings import findings
 from honed.daemon.views.views import status
 from honed.recalib.registry.manifest import RegistryError
+from honed.recalib.registry.shared import SharedRegistry
 from tests.daemon.conftest import flags_in, wait_for
 from tests.daemon.exposition import scrape
 from tests.daemon.lifecycle.hosts import Host, hosts
+from tests.daemon.lifecycle.test_lifecycle import write_checkpoint
 
 
 @pytest.fixture
@@ -60,6 +63,40 @@ def test_what_was_fetched_before_a_restart_is_tried_out_after_it(make_host: Call
     again.engine.acceptance = {again.service.drafters.active: 0.4, name: 0.7}
     again.engine.serve(lambda: again.service.drafters.active == name, "the promotion after the restart")
     assert again.shared()["fetched"] == 0
+
+
+def test_of_versions_that_wait_the_newest_that_fits_is_tried_first(make_host: Callable[..., Host], folder: Path) -> None:
+    one = make_host("one", publish=False)
+    registry = one.service.drafters.registry
+    older, newer = one.make(1.0), one.make(2.0)
+    unfit = registry.create(write_dspark, parent=older.version, scope="kv-frozen", target_path=str(one.target))
+    assert unfit.method == "dspark"
+    assert older.created_unix_s < newer.created_unix_s < unfit.created_unix_s
+    place = SharedRegistry(f"file://{folder}/staging", registry)
+    for manifest in (older, newer, unfit):
+        place.push(manifest.version)
+
+    other = make_host("other")
+    before, ours = other.service.drafters.active, other.make(9.0).version
+    other.try_out(ours)
+    (folder / "shared").mkdir(exist_ok=True)
+    (folder / "staging" / "versions").rename(folder / "shared" / "versions")
+    wait_for(lambda: other.shared()["fetched"] == 3, "the versions, while another trial runs")
+    name = {manifest.sha256: manifest.version for manifest in other.service.drafters.registry.versions()}
+    other.engine.acceptance = {before: 0.5, ours: 0.5, name[newer.sha256]: 0.2, name[older.sha256]: 0.9}
+    with other.service.lock:
+        other.service.canaries.stop("test")
+    other.engine.serve(lambda: other.service.drafters.active == name[older.sha256], "a trial of each that fits")
+    tried = {operation.detail["version"]: operation.state for operation in other.adoptions()}
+    assert tried[name[newer.sha256]] == "failed", "it came first, though the older one was fetched after it"
+    assert name[unfit.sha256] not in tried
+
+
+def write_dspark(folder: Path) -> None:
+    """A drafter of a method that no engine here drafts with."""
+    write_checkpoint(folder, 3.0)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"markov_head.markov_w1.weight": np.ones((4, 4), np.float32)}, folder / "model.safetensors")
 
 
 def test_what_does_worse_there_goes_out_again_and_is_not_fetched_twice(make_host: Callable[..., Host]) -> None:
