@@ -108,6 +108,12 @@ def test_the_daemons_image_has_no_torch_and_no_root(compose: Compose, images: Ma
     assert said.split() == ["10001", "None", "None"]
 
 
+def test_the_daemons_image_has_what_a_shared_registry_needs(compose: Compose, images: Mapping[str, str]) -> None:
+    program = "import fsspec; print(fsspec.get_filesystem_class('s3').__name__)"
+    said = compose.podman.run("run", "--rm", "--network=none", "--entrypoint=python", images["HONED_IMAGE"], "-c", program)
+    assert said.split() == ["S3FileSystem"]
+
+
 def test_vllms_packages_stay_as_they_were(compose: Compose, images: Mapping[str, str]) -> None:
     def packages(image: str) -> dict[str, str]:
         said = compose.podman.run(

@@ -65,6 +65,15 @@ def test_no_service_of_the_namespace_sets_vllms_or_honeds_variables() -> None:
     assert pod()["enableServiceLinks"] is False
 
 
+def test_the_daemons_image_has_what_a_shared_registry_needs() -> None:
+    """Without fsspec the daemon refuses `registry.url`, and so never starts."""
+    stages = (DEPLOY / "Dockerfile").read_text().split("\nFROM ")
+    (daemon,) = (stage for stage in stages if stage.partition("\n")[0].endswith(" AS honed"))
+    assert '/opt/honed/bin/pip install --no-cache-dir "$(echo /wheels/*.whl)[s3]"' in daemon
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert any(requirement.startswith("s3fs") for requirement in extras["s3"]), "it brings fsspec"
+
+
 def test_images_are_of_this_version() -> None:
     for name in ("honed", "trainer", "vllm"):
         assert services()[name]["image"].endswith(f":{VERSION}}}")
