@@ -16,6 +16,7 @@ are random.
 from __future__ import annotations
 
 import math
+import os
 import re
 import socket
 from collections.abc import Callable, Collection, Mapping
@@ -35,6 +36,7 @@ from honed.recalib.registry.registry import Registry
 T = TypeVar("T")
 _CREDENTIALS = re.compile(r"//\S*@")
 """A secret may have a slash in it."""
+_SAME_USER = "the user honed must have the same uid and gid on every host, and own the place (docs/operate.md)"
 _STAMPS = frozenset(("size", "mtime", "created", "ETag", "LastModified", "etag", "md5Hash", "updated"))
 """What file systems say of a file that was written anew."""
 
@@ -89,6 +91,7 @@ class SharedRegistry:
         self.url, self._registry = url, registry
         try:
             import fsspec
+            import fsspec.implementations.local
         except ImportError as error:
             shown = without_credentials(url)
             raise RegistryError(f"registry.url = {shown!r} needs fsspec: pip install '/path/to/honed[shared]'") from error
@@ -96,6 +99,7 @@ class SharedRegistry:
             self._fs, self._root = fsspec.core.url_to_fs(url, **_OPTIONS.get(url.partition(":")[0], {}))
         except (ImportError, ValueError) as error:  # "Install s3fs to access S3", "Protocol not known: …"
             raise RegistryError(without_credentials(f"registry.url = {url!r} can't be used: {error}")) from error
+        self._is_mounted = isinstance(self._fs, fsspec.implementations.local.LocalFileSystem)
         self._versions = f"{self._root.rstrip('/')}/versions"
         self._evidence = f"{self._root.rstrip('/')}/evidence"
         self._known: dict[str, Manifest] = {}
@@ -128,10 +132,7 @@ class SharedRegistry:
         """List what is there, oldest first; an unreadable manifest means an unfinished upload. Raises RegistryError."""
 
         def read() -> list[Manifest]:
-            self._fs.invalidate_cache()
-            if not self._fs.isdir(self._versions):
-                return []
-            names = {path.rstrip("/").rsplit("/", 1)[-1] for path in self._fs.ls(self._versions, detail=False)}
+            names = {path.rstrip("/").rsplit("/", 1)[-1] for path in self._entries(self._versions, detail=False)}
             found = [self._manifest(name) for name in sorted(names) if _SHA256.fullmatch(name)]
             return sorted((manifest for manifest in found if manifest is not None), key=lambda m: m.created_unix_s)
 
@@ -187,10 +188,7 @@ class SharedRegistry:
         folder = f"{self._evidence}/{old}/{new}"
 
         def read() -> list[dict[str, Floats]]:
-            self._fs.invalidate_cache()
-            if not self._fs.isdir(folder):
-                return []
-            files = {str(about["name"]).rsplit("/", 1)[-1]: about for about in self._fs.ls(folder, detail=True)}
+            files = {str(about["name"]).rsplit("/", 1)[-1]: about for about in self._entries(folder, detail=True)}
             names = sorted(name for name in files if _TRIAL.fullmatch(name) and name != f"{trial}.json")[:MOST_TRIALS]
             return [found for name in names if (found := self._evidence_in(f"{folder}/{name}", files[name])) is not None]
 
@@ -216,6 +214,15 @@ class SharedRegistry:
                 return None
             self._heard[place] = known
         return known[1]
+
+    def _entries(self, folder: str, *, detail: bool) -> list[Any]:
+        """What is in a folder now; nothing if there is none. One that may not be entered isn't taken for that."""
+        self._fs.invalidate_cache()
+        try:
+            found: list[Any] = self._fs.ls(folder, detail=detail)
+        except FileNotFoundError:
+            return []
+        return found
 
     def _size(self, place: str) -> int | None:
         """Bytes of a file; None if unknown, or for what is no file: a pipe would block for ever. Raises FileNotFoundError."""
@@ -247,4 +254,6 @@ class SharedRegistry:
             raise
         except Exception as error:
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if isinstance(error, PermissionError) and self._is_mounted:
+                text += f"; this is user {os.geteuid()}, group {os.getegid()}: {_SAME_USER}"
             raise RegistryError(without_credentials(f"shared registry {self.url}: {type(error).__name__}: {text}")) from error

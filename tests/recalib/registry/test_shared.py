@@ -183,6 +183,25 @@ def test_a_place_that_fails_is_one_clear_error(tmp_path: Path) -> None:
         shared.push(made.version)
 
 
+def test_a_place_that_this_user_may_not_enter_is_no_empty_one(tmp_path: Path) -> None:
+    """Such as the one that a host made whose user honed has another uid."""
+    place = tmp_path / "shared"
+    (place / "versions").mkdir(parents=True)
+    (place / "evidence" / "a" / "b").mkdir(parents=True)
+    shared = SharedRegistry(f"file://{place}", Registry(tmp_path / "here"))
+    user = os.geteuid()
+    place.chmod(0)
+    try:
+        os.seteuid(user or 65534)
+        with pytest.raises(RegistryError, match=r"PermissionError: .*shared.*the user honed must have the same uid and gid"):
+            shared.listing()
+        with pytest.raises(RegistryError, match="same uid and gid"):
+            shared.heard("a", "b", "mine")
+    finally:
+        os.seteuid(user)
+        place.chmod(0o700)
+
+
 def test_a_protocol_that_nobody_speaks_is_named(tmp_path: Path) -> None:
     with pytest.raises(RegistryError, match=r"registry.url = 'nope://x' can't be used: .*nope"):
         SharedRegistry("nope://x", Registry(tmp_path / "here"))
