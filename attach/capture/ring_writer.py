@@ -36,6 +36,7 @@ from honed.adapt.protocol.sample_ring import (
     pack_rows_head,
     pack_state,
 )
+from honed.attach.engine.busy_flag import make_folder
 
 _PADDING = bytes(8)
 
@@ -166,7 +167,7 @@ def _write(fd: int, parts: list[Any], at: int) -> None:
 
 def _make_file(path: Path, num_bytes: int, header: bytes, mode: int) -> int:
     """Make a file of that size and return its descriptor; it gets its name only with its header in place."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o750)
+    make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:

@@ -25,8 +25,13 @@ RETRY_S = 10.0
 
 
 def make_folder(folder: Path) -> None:
-    """Make an engine's folder. Its group, which is the daemon's and the trainer's, can read it whatever vLLM's umask is."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Make an engine's folder. Its group, which is the daemon's and the trainer's, can read it whatever vLLM's umask is.
+
+    Missing parents are made too, closed to others: an engine may start before the daemon.
+    """
+    for missing in reversed([one for one in folder.parents if not one.exists()]):
+        missing.mkdir(mode=0o750, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     with contextlib.suppress(PermissionError):  # another user's, from an earlier run
         folder.chmod(folder.stat().st_mode & 0o7777 | 0o750)
 

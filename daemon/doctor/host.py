@@ -69,7 +69,9 @@ def check_folder(subject: str, path: Path) -> Iterator[Check]:
         yield Check(subject, "error", f"{path} isn't a folder", f"Move {path} away; honed makes the folder.")
     elif mode & 0o007:
         text = f"{path} has mode {mode:04o}: any user of this machine can read prompts from samples"
-        yield Check(subject, "error", text, f"chmod o= {path}")
+        is_ours = found.st_uid == os.geteuid() or not os.path.ismount(path)
+        below = f"Use a folder below this volume's own, such as {path / 'private'}: honed makes it, closed to others."
+        yield Check(subject, "error", text, f"chmod o= {path}" if is_ours else below)
     else:
         yield Check(subject, "ok", f"{path}, mode {mode:04o}")
 

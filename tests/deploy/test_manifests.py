@@ -102,6 +102,17 @@ def test_every_setting_exists(where: str, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert Settings().http.metrics_listen == "0.0.0.0:9464"
 
 
+@pytest.mark.parametrize(("name", "volume"), [("HONED_RUNTIME_DIR", "runtime"), ("HONED_STATE_DIR", "state")])
+def test_no_folder_of_honeds_is_a_volumes_own_which_is_open_to_all(name: str, volume: str) -> None:
+    """With fsGroup these have mode 2777 and 2775, and only root may change that."""
+    parts = [one for one in pod()["containers"] if name == "HONED_RUNTIME_DIR" or one["name"] != "vllm"]
+    folders = {one["value"] for part in parts for one in part["env"] if one["name"] == name}
+    mounts = {one["mountPath"] for part in pod()["containers"] for one in part["volumeMounts"] if one["name"] == volume}
+    (folder,), (mount,) = folders, mounts
+    assert all(name in {one["name"] for one in part["env"]} for part in parts)
+    assert Path(folder).parent == Path(mount)
+
+
 def test_no_part_of_honeds_can_take_vllm_out_of_service() -> None:
     assert "initContainers" not in pod()
     for part in pod()["containers"]:

@@ -60,13 +60,18 @@ def only(checks: Iterator[Check]) -> Check:
 # --- folders, sockets, disk -------------------------------------------------------------------------------------------------
 
 
-def test_folders_that_everybody_can_enter_are_errors(tmp_path: Path) -> None:
+def test_folders_that_everybody_can_enter_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o750)
     assert only(doctor_host.check_folder("state directory", tmp_path)).level == "ok"
     tmp_path.chmod(0o755)
     found = only(doctor_host.check_folder("state directory", tmp_path))
     assert (found.level, found.cure) == ("error", f"chmod o= {tmp_path}")
     assert only(doctor_host.check_folder("state directory", tmp_path / "gone")).level == "warning"
+    with monkeypatch.context() as patch:
+        patch.setattr(doctor_host.os.path, "ismount", lambda path: True)
+        patch.setattr(doctor_host.os, "geteuid", lambda: os.getuid() + 1)
+        cure = only(doctor_host.check_folder("state directory", tmp_path)).cure
+    assert f"{tmp_path}/private" in cure, "nobody but root may change the mode of a container's volume"
     (tmp_path / "file").write_text("")
     (tmp_path / "file").chmod(0o600)
     assert "isn't a folder" in only(doctor_host.check_folder("x", tmp_path / "file")).text

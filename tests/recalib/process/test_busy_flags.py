@@ -186,6 +186,16 @@ def test_the_group_can_read_it_whatever_the_umask_is(tmp_path):
     assert (tmp_path / "e" / "busy").stat().st_mode & 0o777 == 0o640
 
 
+def test_an_engine_that_starts_before_the_daemon_makes_no_folder_that_others_may_enter(tmp_path):
+    tmp_path.chmod(0o2777)  # as a container's volume
+    before = os.umask(0o022)
+    try:
+        BusyFlag(tmp_path / "private" / "engines" / "chat-0" / "busy").close()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o750
+
+
 @pytest.mark.fault("a full tmpfs under the busy flag")
 def test_where_there_is_no_room_for_the_flag_it_is_made_later(tmp_path):
     """The file's block is taken when it is made: on a full tmpfs it is refused there, not at the first request."""
