@@ -11,6 +11,7 @@ from honed.daemon.errors import HonedError
 from honed.daemon.ingest.engines import Engines
 from honed.daemon.lifecycle.drafters import Drafters
 from honed.daemon.lifecycle.sharing import Sharing
+from honed.daemon.lifecycle.swaps import Swaps
 from honed.daemon.lifecycle.trial import Trial
 from honed.daemon.metrics.labels import engine_counter, engine_gauge, engines_present, engines_shown, gauge, labels_of
 from honed.daemon.service import Service
@@ -23,7 +24,7 @@ DECISIONS = ("better", "worse", "unproven", "withdrawn", "stopped", "failed")
 def families(service: Service) -> Iterator[Metric]:
     """The group, under the service's lock."""
     yield from _roles(service.drafters)
-    yield from _of_engines(service.engines, service.monotonic())
+    yield from _of_engines(service.engines, service.swaps, service.drafters.active, service.monotonic())
     yield from _changes(service)
     yield gauge("honed_swap_pause_seconds", "Pause of the engine by the latest swap.", service.swaps.last_pause_s)
     yield from _trial(service.canaries.results, service.rollout.trial)
@@ -50,11 +51,14 @@ def _roles(drafters: Drafters) -> Iterator[Metric]:
     yield unusable
 
 
-def _of_engines(engines: Engines, now_s: float) -> Iterator[Metric]:
+def _of_engines(engines: Engines, swaps: Swaps, active: str, now_s: float) -> Iterator[Metric]:
     live = engine_gauge("honed_engine_drafter_info", "1 for the engine's drafter version.", "version")
+    text = "1 while the engine could run the active version: one of its method and target; 0 also while it sleeps."
+    fits = engine_gauge("honed_engine_fits_active", text)
     generation = engine_gauge("honed_drafter_generation", "Swaps applied in the engine's present boot.")
     updates = engine_counter("honed_target_updates", "Updates of the target's weights in the running engine.")
     for engine in engines_present(engines, now_s):
+        fits.add_metric(labels_of(engine), swaps.fits(engine, active, takes_over=True))
         if engine.live_version:
             live.add_metric([*labels_of(engine), engine.live_version], 1)
         if engine.status is not None:
@@ -62,7 +66,7 @@ def _of_engines(engines: Engines, now_s: float) -> Iterator[Metric]:
     for engine in engines_shown(engines):
         if engine.status is not None:
             updates.add_metric(labels_of(engine), engine.status.target_updates)
-    yield from (live, generation, updates)
+    yield from (live, fits, generation, updates)
 
 
 def _changes(service: Service) -> Iterator[Metric]:

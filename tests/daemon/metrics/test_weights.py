@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from contextlib import closing
+
 from tests.daemon.conftest import wait_for
 from tests.daemon.exposition import scrape
-from tests.daemon.lifecycle.test_lifecycle import Stage, stage  # noqa: F401 (a fixture, used by name)
+from tests.daemon.fake_engine import ServingEngine
+from tests.daemon.lifecycle.test_lifecycle import Stage, stage, write_checkpoint  # noqa: F401 (a fixture, used by name)
 
 ENGINE = "engine=engine-0 model_name=tiny"
+TWO = {ENGINE, "engine=code-0 model_name=other"}
 
 
 def roles(found: dict[str, float]) -> dict[str, str]:
@@ -53,4 +57,16 @@ def test_weights_that_came_through_vllms_own_endpoints(stage: Stage) -> None:  #
     wait_for(lambda: scrape(stage.service).get("honed_target_updates_total") == {ENGINE: 2}, "the status")
     found = scrape(stage.service)
     assert found["honed_engine_drafter_info"] == {f"{ENGINE} version=foreign": 1}
+    assert found["honed_engine_fits_active"] == {ENGINE: 1}, "it should run the active version, and doesn't"
     assert found["honed_drafter_generation"] == {ENGINE: 3}
+
+
+def test_the_active_version_fits_no_engine_of_another_model(stage: Stage) -> None:  # noqa: F811
+    write_checkpoint(stage.folder / "other", 5.0)
+    socket = stage.service.settings.paths.engine_socket
+    with closing(ServingEngine(socket, checkpoint=str(stage.folder / "other"), engine_id="code-0")) as other:
+        other.attach(target_path="/models/other", model_name="other")
+        found = wait_for(lambda: (f := scrape(stage.service)).get("honed_engine_fits_active", {}).keys() >= TWO and f, "both")
+        version = other.live_version
+    assert found["honed_engine_fits_active"] == {ENGINE: 1, "engine=code-0 model_name=other": 0}
+    assert found["honed_engine_drafter_info"][f"engine=code-0 model_name=other version={version}"] == 1
