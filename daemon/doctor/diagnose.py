@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import httpx2
 from honed.daemon.client.client import AdminClient, AdminError
 from honed.daemon.client.terminal import SERVICE_DIR, Connection, socket_of
 from honed.daemon.doctor import daemon as doctor_daemon
+from honed.daemon.doctor import disk as doctor_disk
 from honed.daemon.doctor import host as doctor_host
 from honed.daemon.doctor import memory as doctor_memory
 from honed.daemon.doctor import vllm as doctor_vllm
@@ -78,6 +80,7 @@ def diagnose(asked: Asked, connection: Connection) -> list[Check]:
         checks += answer  # otherwise the socket's check already reported it
     is_connected = (status or {}).get("trainer") is not None
     checks += doctor_host.check_torch(settings.trainer_settings().device, is_connected=is_connected)
+    checks += _room(settings, status, asked.command)
     checks += _command(asked.command) if asked.command else _running(settings, status)
     checks += _memory(settings, status, asked.command)
     if status is not None:
@@ -176,9 +179,7 @@ def _memory(settings: Settings, status: dict[str, Any] | None, command: Sequence
         yield Check("memory", "ok", "a training is running and holds its memory: free memory now doesn't predict the next")
         return
     trainer = settings.trainer_settings()
-    config, guess = (_named(command), "") if command else (None, "")
-    if config is None:
-        config, guess = _drafter(settings, status)
+    config, guess = _shape(settings, status, command)
     is_fused = not any(engine.get("captures") == "layers" for engine in (status or {}).get("engines") or [])
     device = doctor_host.device_of(trainer.device)
 
@@ -200,6 +201,20 @@ def _memory(settings: Settings, status: dict[str, Any] | None, command: Sequence
     yield from doctor_memory.check_host(meminfo, None if is_gpu else needed, trainer.sample_bytes)
 
 
+def _room(settings: Settings, status: dict[str, Any] | None, command: Sequence[str]) -> Iterator[Check]:
+    config, guess = _shape(settings, status, command)
+    has_trainer = (status or {}).get("trainer") is not None or find_spec("torch") is not None
+    wanted = doctor_disk.growth(settings, config, has_trainer=has_trainer)
+    yield from doctor_disk.check_room(settings.paths.state_dir, wanted, guess)
+
+
+def _shape(settings: Settings, status: dict[str, Any] | None, command: Sequence[str]) -> tuple[DrafterConfig | None, str]:
+    """Shape of the drafter in a vLLM command, else of the active one; None and the reason if unknown."""
+    if command and (named := _named(command)) is not None:
+        return named, ""
+    return _drafter(settings, status)
+
+
 def _named(command: Sequence[str]) -> DrafterConfig | None:
     """Shape of the drafter in a vLLM command; None if it can't be read here."""
     found = read_config(Path(parse(command).drafter))
@@ -210,12 +225,12 @@ def _named(command: Sequence[str]) -> DrafterConfig | None:
 
 
 def _drafter(settings: Settings, status: dict[str, Any] | None) -> tuple[DrafterConfig | None, str]:
-    """Shape of the active drafter; None and the reason if unknown."""
+    """Shape of the active drafter, or of the newest one while no daemon says; None and the reason if unknown."""
+    active = ((status or {}).get("drafters") or {}).get("active") or ""
     if status is None:
-        return None, "no daemon says which version is active"
-    active = (status.get("drafters") or {}).get("active") or ""
+        active = max((folder.name for folder in (settings.paths.registry / "versions").glob("v*")), default="")
     if not active:
-        return None, "no version is active yet"
+        return None, "no daemon says which version is active" if status is None else "no version is active yet"
     config = read_config(settings.paths.registry / "versions" / active)
     if config is None:
         return None, f"the config.json of version {active} can't be read"

@@ -1,9 +1,8 @@
-"""Checks of this machine: SQLite, folders and their modes, sockets, disk space, the trainer's needs."""
+"""Checks of this machine: SQLite, folders and their modes, sockets, the trainer's needs."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import stat
 import sysconfig
@@ -17,8 +16,6 @@ from honed.daemon.settings.settings import Settings
 from honed.recalib.config.compiler import c_compiler, lacks_for_kernels
 
 DRIVER = "/dev/nvidiactl"
-FREE_BYTES = 1 << 30
-"""Free space required beside the store's growth: drafter versions, the WAL."""
 
 
 def check_host(settings: Settings) -> Iterator[Check]:
@@ -29,7 +26,6 @@ def check_host(settings: Settings) -> Iterator[Check]:
     yield from check_folder("runtime directory", paths.runtime_dir)
     yield from check_in_memory(paths.runtime_dir)
     yield from check_engines_folder(paths.runtime_dir / "engines")
-    yield from check_room(paths.state_dir, settings.store.max_raw_bytes, _size(paths.database))
     yield from check_socket("admin socket", paths.admin_socket)
     yield from check_socket("engine socket", paths.engine_socket)
 
@@ -97,24 +93,6 @@ def check_engines_folder(path: Path) -> Iterator[Check]:
         yield Check("engines' folders", "error", text, f"chmod g+s {path}, then restart vLLM; or `systemd-tmpfiles --create`.")
     else:
         yield Check("engines' folders", "ok", f"{path}, mode {mode:04o}")
-
-
-def check_room(state_dir: Path, max_raw_bytes: int, used_bytes: int) -> Iterator[Check]:
-    """Check that the disk has space for the store's size limit."""
-    try:
-        free = shutil.disk_usage(state_dir).free
-    except OSError:
-        return
-    wanted = max(0, max_raw_bytes - used_bytes) + FREE_BYTES
-    gib = f"{free / 2**30:.1f} GiB are free on the disk of {state_dir}"
-    if free < FREE_BYTES:
-        cure = "Free disk space; until then nothing is stored and engines keep events in memory."
-        yield Check("disk", "error", gib, cure)
-    elif free < wanted:
-        text = f"{gib}, the store may still take {wanted / 2**30:.1f} GiB"
-        yield Check("disk", "warning", text, "Free disk space, or lower store.max_raw_bytes.")
-    else:
-        yield Check("disk", "ok", gib)
 
 
 def check_socket(subject: str, path: Path) -> Iterator[Check]:
@@ -186,10 +164,3 @@ def check_compiler(headers: Path) -> Check:
         cure = f"Debian: `apt install gcc python{sysconfig.get_python_version()}-dev`; other systems have similar names."
         return Check("trainer's compiler", "error", text, cure)
     return Check("trainer's compiler", "ok", f"{c_compiler()}, and Python's headers")
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -1,4 +1,4 @@
-"""Estimate of a training's memory, made before it begins, and the refusal of a training that doesn't fit.
+"""Estimate of a training's memory and disk, made before it begins, and the refusal of a training that doesn't fit.
 
     weights      float32 master weights of the drafter, and its parent's for comparison
     target       embedding and head, or the drafter's own head; the server's copies are in another process and can't be shared
@@ -133,6 +133,17 @@ def value_bytes(device: str, precision: Precision) -> tuple[int, int]:
     is_gpu = device.startswith("cuda")
     is_short = precision == "bfloat16" or (precision == "auto" and is_gpu)
     return FLOAT // 2 if is_gpu and is_short else FLOAT, FLOAT // 2 if is_short else FLOAT
+
+
+def state_bytes(config: DrafterConfig, settings: TrainingSettings) -> int:
+    """Size of a training's saved state on disk: trained weights, AdamW's two moments, and the moving average if there is one."""
+    return FLOAT * count_parameters(config, settings)[1] * (4 if settings.ema_decay else 3)
+
+
+def version_bytes(config: DrafterConfig, settings: TrainingSettings) -> int:
+    """Size of a drafter version's weights in bfloat16, as most drafters are published."""
+    head = (config.draft_vocab_size or 0) * config.hidden_size
+    return FLOAT // 2 * (sum(count_parameters(config, settings)) + head)
 
 
 def count_parameters(config: DrafterConfig, settings: TrainingSettings) -> tuple[int, int]:

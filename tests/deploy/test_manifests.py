@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from honed.daemon.doctor.disk import FREE_BYTES, growth
 from honed.daemon.install.vllm_args import SCHEDULER, WORKER_EXTENSION
-from honed.daemon.settings.settings import Settings
+from honed.daemon.settings.settings import Settings, load
 from honed.dashboards.make import prometheus_rule
 from tests.build_wheel import ROOT
 
@@ -111,6 +112,14 @@ def test_no_folder_of_honeds_is_a_volumes_own_which_is_open_to_all(name: str, vo
     (folder,), (mount,) = folders, mounts
     assert all(name in {one["name"] for one in part["env"]} for part in parts)
     assert Path(folder).parent == Path(mount)
+
+
+def test_a_claim_holds_what_the_default_settings_may_write(tmp_path: Path) -> None:
+    (stateful,) = (one for one in objects() if one["kind"] == "StatefulSet")
+    (claim,) = (one for one in stateful["spec"]["volumeClaimTemplates"] if one["metadata"]["name"] == "state")
+    gib = float(claim["spec"]["resources"]["requests"]["storage"].removesuffix("Gi"))
+    wanted = growth(load(flags={"paths": {"state_dir": tmp_path}}, env={}), None, has_trainer=True)
+    assert gib * 2**30 * 0.9 > wanted.total_bytes + FREE_BYTES, "a file system takes some of it"
 
 
 def test_no_part_of_honeds_can_take_vllm_out_of_service() -> None:

@@ -94,22 +94,6 @@ def test_engines_folders_must_hand_on_their_group(tmp_path: Path) -> None:
     assert only(doctor_host.check_engines_folder(tmp_path)).level == "ok"  # daemon and vLLM are one user
 
 
-@pytest.mark.parametrize(
-    ("free", "limit", "used", "level"),
-    [
-        (100 * GIB, 4 * GIB, 0, "ok"),
-        (2 * GIB, 4 * GIB, 0, "warning"),
-        (2 * GIB, 4 * GIB, 4 * GIB, "ok"),
-        (GIB // 2, 0, 0, "error"),
-    ],
-)
-def test_room_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, limit: int, used: int, level: str
-) -> None:
-    monkeypatch.setattr(doctor_host.shutil, "disk_usage", lambda _: type("Usage", (), {"free": free}))
-    assert only(doctor_host.check_room(tmp_path, limit, used)).level == level
-
-
 def test_sockets_are_told_apart(folder: Path) -> None:
     path = folder / "s"
     assert "no daemon is running" in only(doctor_host.check_socket("admin socket", path)).text
@@ -215,6 +199,7 @@ def test_the_active_version_s_own_shape_counts(tmp_path: Path) -> None:
     assert diagnose._drafter(settings, active) == (tiny_config(), "")
     (found,) = [c for c in diagnose._memory(settings, active) if c.subject == "memory"]
     assert "a guess" not in found.text
+    assert diagnose._drafter(settings, None) == (tiny_config(), ""), "the newest one, while no daemon says"
 
 
 @pytest.mark.parametrize(("drafter", "is_guess"), [(str(TINY / "drafter"), False), ("z-lab/somewhere-else", True)])
@@ -223,6 +208,8 @@ def test_memory_is_judged_for_the_drafter_that_a_command_names(tmp_path: Path, d
     command = ["vllm", "serve", "target", "--speculative-config", json.dumps({"method": "dflash", "model": drafter})]
     (found,) = [c for c in diagnose._memory(settings, None, command) if c.subject == "memory"]
     assert ("a guess" in found.text) == is_guess
+    (found,) = diagnose._room(settings, None, command)
+    assert ("GiB for drafter versions" in found.text) == is_guess
 
 
 @pytest.mark.parametrize(("state", "is_judged"), [("idle", True), ("collecting", True), ("training", False), ("gating", False)])

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from honed.recalib.config.drafter import Convolution, Eagle3, Experts, Markov, Mtp, Selector
-from honed.recalib.config.memory import MemoryBudgetError, check_fits, count_parameters, estimate, estimate_and_cures
+from honed.recalib.config.memory import (
+    MemoryBudgetError,
+    check_fits,
+    count_parameters,
+    estimate,
+    estimate_and_cures,
+    state_bytes,
+    version_bytes,
+)
 from honed.recalib.drafter.checkpoint import kind_of
 from honed.recalib.drafter.dflash import DrafterConfig
 from honed.recalib.drafter.drafter import Drafter, Vocabulary
@@ -177,6 +185,27 @@ def test_parameters_are_counted_exactly() -> None:
             trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
             frozen = sum(p.numel() for p in drafter.parameters()) - trained
             assert count_parameters(config, settings) == (frozen, trained)
+
+
+@pytest.mark.parametrize("ema_decay", [0.0, 0.99])
+@pytest.mark.parametrize("scope", ["kv-frozen", "full"])
+def test_the_saved_state_and_a_version_are_as_large_as_said(scope: str, ema_decay: float) -> None:
+    settings = replace(SETTINGS, scope=scope, ema_decay=ema_decay)  # type: ignore[arg-type]
+    drafter = make_drafter(CONFIG)
+    trainer = MicroTrainer(drafter, settings)
+    generator = torch.Generator().manual_seed(0)
+    sample = TrainingSample(
+        features=torch.randn(ROWS, CONFIG.feature_size, generator=generator),
+        token_ids=torch.randint(2, CONFIG.vocab_size, (ROWS,), generator=generator),
+        positions=torch.arange(ROWS),
+        session="s",
+        workload="w",
+        is_fused=False,
+    )
+    trainer.step([sample])
+    written = sum(tensor.nbytes for tensor in trainer.state().values())
+    assert 0 <= written - state_bytes(CONFIG, settings) < 10_000, "beside these: counts and a generator"
+    assert version_bytes(CONFIG, settings) == 2 * sum(p.numel() for p in drafter.parameters())
 
 
 def test_checkpointing_and_bfloat16_take_less() -> None:
