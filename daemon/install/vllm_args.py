@@ -82,7 +82,8 @@ def make(
         tree_slots: most nodes of a draft tree, in the place of K; 0: no trees. Needs `drafter`.
 
     Raises:
-        ValueError: an engine can't have such an id; K is neither given nor known; graphs don't fit; trees of another drafter than DFlash's.
+        ValueError: an engine can't have such an id; K is neither given nor known; graphs don't fit; trees of another drafter
+            than DFlash's.
     """
     environment = {"HONED_RUNTIME_DIR": str(runtime_dir)}
     if engine_id:

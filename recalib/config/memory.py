@@ -136,7 +136,7 @@ def value_bytes(device: str, precision: Precision) -> tuple[int, int]:
 
 
 def state_bytes(config: DrafterConfig, settings: TrainingSettings) -> int:
-    """Size of a training's saved state on disk: trained weights, AdamW's two moments, and the moving average if there is one."""
+    """Size of a training's saved state on disk: trained weights, AdamW's two moments, and any moving average."""
     return FLOAT * count_parameters(config, settings)[1] * (4 if settings.ema_decay else 3)
 
 
