@@ -14,6 +14,7 @@ from honed.daemon.ingest.sequences import BootSequence
 from honed.daemon.store.batch_tables import StoredBatch, losses, save_facts
 from honed.daemon.store.rollups import Counts
 from honed.daemon.store.store import Store
+from honed.recalib.registry.access import User
 
 log = structlog.get_logger("honed.engines")
 
@@ -40,6 +41,8 @@ class Boot:
     lost_at_s: float = float("-inf")
     """Time of the last report, since the daemon's start, of lost, missing or malformed data."""
     hello: EngineHello | None = None
+    user: User | None = None
+    """The user of the process that sent the hello."""
     own_version: str = ""
     """Version of the checkpoint that its vLLM loaded."""
     target_updates: int = 0

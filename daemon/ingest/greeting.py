@@ -16,6 +16,7 @@ from honed.adapt.protocol import wire
 from honed.daemon.ingest.engines import Boot, Engine
 from honed.daemon.store import batch_tables
 from honed.daemon.store.store import Store
+from honed.recalib.registry.access import User
 from honed.recalib.registry.registry import RegistryError
 
 log = structlog.get_logger("honed.greeting")
@@ -27,7 +28,8 @@ class Greeting:
     """Welcomes engines. Guarded by the service's lock, which the background takes itself.
 
     Args:
-        identify: returns the registry's version of the checkpoint of a peer's hello, "" without one; may read all of it.
+        user_of: returns the user of the process at a connection's other end.
+        identify: returns the registry's version of the checkpoint of a user's hello, "" without one; may read all of it.
         learn_target: reads what tells a target from others.
         on_hello: called before the version is known.
         on_welcome: called after the welcome.
@@ -44,7 +46,8 @@ class Greeting:
         clock: Callable[[], float],
         lock: threading.RLock,
         in_background: Callable[[Callable[[], None]], object],
-        identify: Callable[[wire.EngineHello, bytes], str],
+        user_of: Callable[[bytes], User | None],
+        identify: Callable[[wire.EngineHello, User | None], str],
         learn_target: Callable[[str], None],
         on_hello: Callable[[Engine, wire.EngineHello], None],
         on_welcome: Callable[[Engine], None],
@@ -53,7 +56,7 @@ class Greeting:
         self._store, self._send = store, send
         self._daemon_id, self._log_token_ids, self._clock = daemon_id, log_token_ids, clock
         self._lock, self._in_background = lock, in_background
-        self._identify, self._learn_target = identify, learn_target
+        self._user_of, self._identify, self._learn_target = user_of, identify, learn_target
         self._on_hello, self._on_welcome, self._keep = on_hello, on_welcome, keep
         self._identifying: set[str] = set()
         """Engines whose version is being looked for. They say hello every second meanwhile."""
@@ -62,6 +65,7 @@ class Greeting:
         """Store the engine's hello and welcome it, at once if its version is known."""
         hello = engine.hello
         assert hello is not None
+        engine.boot.user = self._user_of(engine.peer)  # now: it is unknown once the connection has ended
         text = msgspec.json.encode(hello).decode()
         now_ns = int(self._clock() * 1e9)
         state = ("hello", hello.engine_id)
@@ -79,10 +83,10 @@ class Greeting:
         version = note = ""
         with self._lock:
             self._identifying.discard(engine.engine_id)  # a hello from now on may name another checkpoint
-            hello, peer = engine.hello, engine.peer
+            hello, user = engine.hello, engine.boot.user
         assert hello is not None
         try:
-            version = self._identify(hello, peer)
+            version = self._identify(hello, user)
         except RegistryError as error:
             cure = f"; {READABLE}" if isinstance(error.__cause__, OSError) else ""
             note = f"its drafter can't be retrained: {error}{cure}"

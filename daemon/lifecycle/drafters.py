@@ -52,7 +52,7 @@ class Drafters:
         checkpoint ever becomes `active` and `floor`, the version that is never pruned and always available for a roll-back.
 
         Args:
-            user: the engine's.
+            user: the engine's; None, unknown, may read nothing.
 
         Raises:
             RegistryError: it can't be read here, isn't a drafter's or can't be registered.
@@ -60,6 +60,8 @@ class Drafters:
         self.learn_target(hello.target_path)
         if not hello.drafter_path or hello.method not in METHODS:
             return ""
+        if user is None:
+            raise RegistryError("the user of its process is unknown")
         folder = Path(hello.drafter_path)
         stamp = stamp_of_target(str(folder))  # an MTP head's folder is a target; a drafter's has the same files
         place = folder, hello.target_path

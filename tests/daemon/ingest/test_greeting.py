@@ -12,6 +12,7 @@ from honed.adapt.protocol import wire
 from honed.daemon.ingest.engines import Engine, Engines
 from honed.daemon.ingest.greeting import READABLE, Greeting
 from honed.daemon.store.store import Store
+from honed.recalib.registry.access import User
 from honed.recalib.registry.registry import RegistryError
 from tests.daemon.conftest import Clock
 
@@ -22,6 +23,10 @@ class Host:
     def __init__(self, store: Store, clock: Clock) -> None:
         self.engines = Engines(store, lost_after_s=10.0)
         self.identify: Callable[[wire.EngineHello], str] = lambda hello: "v0001-abc"
+        self.users = {b"peer": User(1000, 1000)}
+        """Of the processes that are connected."""
+        self.asked: list[User | None] = []
+        """Users for whom a checkpoint was read."""
         self.sent: list[wire.Welcome] = []
         self.calls: list[str] = []
         self.learned: list[str] = []
@@ -34,12 +39,17 @@ class Host:
             clock=clock,
             lock=threading.RLock(),
             in_background=self._jobs.append,
-            identify=lambda hello, peer: self.identify(hello),
+            user_of=self.users.get,
+            identify=self._identify,
             learn_target=self.learned.append,
             on_hello=lambda engine, hello: self.calls.append("hello"),
             on_welcome=lambda engine: self.calls.append("welcome"),
             keep=self.engines.keep,
         )
+
+    def _identify(self, hello: wire.EngineHello, user: User | None) -> str:
+        self.asked.append(user)
+        return self.identify(hello)
 
     def greet(self, version: str = "") -> Engine:
         fields: dict[str, Any] = dict.fromkeys(
@@ -81,6 +91,14 @@ def test_another_one_waits_until_its_checkpoint_was_read(host: Host) -> None:
     host.work()
     assert [welcome.drafter_version for welcome in host.sent] == ["v0001-abc"]
     assert engine.live_version == engine.boot.own_version == "v0001-abc"
+
+
+def test_its_checkpoint_is_read_for_its_user_even_if_it_has_hung_up_by_then(host: Host) -> None:
+    """A process once had its user forgotten by ending, and the daemon copied for it what only the daemon could read."""
+    host.greet()
+    host.users.clear()
+    host.work()
+    assert host.asked == [User(1000, 1000)]
 
 
 def test_the_version_it_came_with_is_known_after_a_restart_of_the_daemon(host: Host, store: Store, clock: Clock) -> None:

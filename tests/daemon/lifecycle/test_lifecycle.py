@@ -29,6 +29,7 @@ from honed.daemon.settings.settings import Settings
 from honed.daemon.store.operations import Operations
 from honed.daemon.views.findings import findings
 from honed.recalib.registry.manifest import Manifest
+from honed.recalib.registry.registry import RegistryError
 from tests.daemon.conftest import wait_for
 from tests.daemon.fake_engine import FakeTrainer, ServingEngine
 
@@ -369,6 +370,14 @@ def test_a_checkpoint_that_did_not_change_is_read_once(stage: Stage, monkeypatch
     stage.engine.die("fourth")
     assert stage.engine.attach().drafter_version != stage.first
     assert len(read) == 1
+
+
+def test_no_checkpoint_is_read_for_an_unknown_user(stage: Stage) -> None:
+    write_checkpoint(stage.folder / "other", 6.0)
+    hello = stage.engine.hello_message(drafter_path=str(stage.folder / "other"))
+    with pytest.raises(RegistryError, match="the user of its process is unknown"):
+        stage.service.drafters.identify(hello, None)
+    assert [manifest.version for manifest in stage.service.drafters.registry.versions()] == [stage.first]
 
 
 @pytest.mark.fault("engines that wait behind replays of the log")
