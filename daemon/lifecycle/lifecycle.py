@@ -72,8 +72,8 @@ class Lifecycle:
     def load(self) -> None:
         """Resume the daemon's earlier work as far as possible."""
         resumed = self._canaries.load()
-        self._operations.load(resumed)
         drafters = self._drafters
+        self._operations.load(resumed, drafters.active)
         if self._rollout.trial is None and drafters.alias("candidate"):
             try:
                 drafters.move({"candidate": None})

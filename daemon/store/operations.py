@@ -65,8 +65,12 @@ class Operations:
         self.ended: Counter[tuple[str, str]] = Counter()
         """(kind, state) -> operations ended since the daemon started."""
 
-    def load(self, resumed: Collection[str] = ()) -> None:
-        """Read earlier operations. Those running when the daemon ended have failed, except resumed ones."""
+    def load(self, resumed: Collection[str] = (), active: str = "") -> None:
+        """Read earlier operations. Those running when the daemon ended have failed, except resumed ones.
+
+        Args:
+            active: the version that engines follow; an operation that was swapping it in has succeeded.
+        """
         rows = self._store.read("SELECT * FROM operations ORDER BY created_unix_s DESC, rowid DESC LIMIT ?", (KEPT_IN_MEMORY,))
         for row in reversed(rows):
             try:
@@ -78,7 +82,8 @@ class Operations:
             self._by_id[operation.operation_id] = operation
             if operation.operation_id in resumed:
                 continue
-            if not operation.is_finished and operation.kind in PROVEN and operation.stage == "swapping":
+            is_active = operation.kind in PROVEN or (bool(active) and operation.detail.get("version") == active)
+            if not operation.is_finished and operation.stage == "swapping" and is_active:
                 self.finish(operation, "succeeded", note="the daemon was restarted; engines follow when they are connected")
             elif not operation.is_finished:
                 self.finish(operation, "failed", error="daemon restarted")

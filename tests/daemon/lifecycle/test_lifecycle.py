@@ -1142,6 +1142,31 @@ def test_a_proven_candidate_stays_a_success_where_an_engine_follows_later(stage:
     assert [again.get(one.operation_id).state for one in begun] == ["succeeded", "succeeded", "failed"], "after a restart"
 
 
+def test_a_roll_back_amid_which_the_daemon_is_restarted_has_succeeded(settings: Settings, folder: Path) -> None:
+    """It was reported as failed although the aliases had moved, and repeating it went one version further."""
+    service, engine, trainer, first = first_life(settings, folder)
+    try:
+        with TestClient(make_app(service)) as client:
+            stage = Stage(service, engine, trainer, client, first, folder)
+            new = stage.version(1.0)
+            stage.promote(new)
+            rolling = client.post("/v1/drafters:rollback", json={}).json()["operation_id"]
+            engine.expect(wire.SwapCommand)
+            with service.lock:
+                promoting = service.operations.create("promote", "swapping", "", "test", None, version=new).operation_id
+        service.stop()
+        service = Service(settings, daemon_id="two")
+        service.start()
+        assert service.drafters.active == first
+        assert service.operations.get(rolling).state == "succeeded"
+        assert "engines follow" in service.operations.get(rolling).detail["note"]
+        assert service.operations.get(promoting).state == "failed", "its version isn't active"
+    finally:
+        service.stop()
+        engine.close()
+        trainer.close()
+
+
 def test_weights_arent_verified_amid_a_swap(stage: Stage) -> None:
     with stage.service.lock:
         stage.service.rollout.swapping = stage.service.operations.create("promote", "swapping", "", "test", None)
