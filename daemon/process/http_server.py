@@ -31,7 +31,7 @@ log = structlog.get_logger("honed.http")
 MAX_AHEAD_BYTES = 64 << 10
 """Requests that a client may send before it has the answer to an earlier one."""
 PATIENCE_S = 10.0
-"""Time for a complete request; its connection is closed after one to two times this."""
+"""Time for a complete request, and for reading some of an answer; the connection is closed after one to two times this."""
 MOST_REMOTE = 64
 """Connections from other hosts at a time, those that haven't come through TLS included."""
 _PEER = struct.Struct("3i")
@@ -41,7 +41,8 @@ _PEER = struct.Struct("3i")
 class Protocol(H11Protocol):
     """uvicorn's protocol with strict framing and bounded headers, which also notes the user of a unix socket's peer.
 
-    It adds two limits: uvicorn waits forever for a request, and counts connections only after their first one.
+    It adds three limits: uvicorn waits forever for a request and for the reader of an answer, and counts connections only after
+    their first one.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -49,7 +50,8 @@ class Protocol(H11Protocol):
         if len(self.connections) > most_connections():
             transport.abort()
             return
-        self.loop.call_later(PATIENCE_S, self._close_if_stuck, self.cycle)
+        self._num_resumed = 0
+        self._check_later()
         peer = transport.get_extra_info("socket")
         if peer is not None and peer.family == socket.AF_UNIX:
             _, user_id, _ = _PEER.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
@@ -61,14 +63,29 @@ class Protocol(H11Protocol):
         if len(self.conn.trailing_data[0]) > MAX_AHEAD_BYTES:
             self.transport.abort()
 
-    def _close_if_stuck(self, request_before: object) -> None:
-        """Close it if no complete request arrived since the last check; else check again later."""
-        if self.transport.is_closing():
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._num_resumed += 1
+
+    def _check_later(self) -> None:
+        unsent_bytes = self.transport.get_write_buffer_size()
+        self.loop.call_later(PATIENCE_S, self._close_if_stuck, self.cycle, unsent_bytes, self._num_resumed)
+
+    def _close_if_stuck(self, request_before: object, unsent_before: int, num_resumed_before: int) -> None:
+        """Close it if the client neither completed a request nor read of an answer since the last check; else check later.
+
+        A connection that is closing waits for its reader, too.
+        """
+        if self not in self.connections:
             return
-        if self.cycle is request_before and self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+        if unsent_bytes := self.transport.get_write_buffer_size():
+            is_stuck = 0 < unsent_before <= unsent_bytes and self._num_resumed == num_resumed_before
+        else:
+            is_stuck = self.cycle is request_before and self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if is_stuck:
             self.transport.abort()
         else:
-            self.loop.call_later(PATIENCE_S, self._close_if_stuck, self.cycle)
+            self._check_later()
 
 
 class RemoteListener(socket.socket):

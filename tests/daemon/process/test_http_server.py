@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,9 +13,12 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
+import uvicorn
+from fastapi import FastAPI, Response
 
+from honed.daemon.ingest.router import bind_unix
 from honed.daemon.process import http_server
-from honed.daemon.process.http_server import HttpServer
+from honed.daemon.process.http_server import HttpServer, configured
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import load
 from tests.daemon.conftest import flags_in
@@ -74,6 +79,46 @@ def test_one_that_asks_now_and_then_is_kept(admin_socket: Path, monkeypatch: pyt
                 assert answer.status == 200
                 answer.read()
             time.sleep(0.1)
+
+
+@pytest.fixture
+def big_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Socket of a listener whose answers don't fit into a socket's buffer."""
+    monkeypatch.setattr(http_server, "PATIENCE_S", PATIENCE_S)
+    app = FastAPI()
+    app.get("/")(lambda: Response(b"x" * (20 << 20)))
+    listener = bind_unix(folder / "big.sock")
+    server = uvicorn.Server(configured(app))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    yield folder / "big.sock"
+    server.should_exit = True
+    thread.join()
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 2, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"],
+    ids=["asks again", "asks once"],
+)
+def test_a_client_that_reads_no_answer_is_closed(big_answers: Path, sent: bytes) -> None:
+    """A few hundred of them kept everybody from the metrics, the page and the health check for ever."""
+    with connected(big_answers) as channel:
+        channel.sendall(sent)
+        end = select.poll()
+        end.register(channel, 0)
+        assert end.poll(20_000)
+
+
+def test_a_client_that_reads_slowly_is_kept(big_answers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "PATIENCE_S", 1.0)
+    with connected(big_answers) as channel:
+        channel.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        until_s = time.monotonic() + 3.5
+        while time.monotonic() < until_s:
+            assert channel.recv(32768)
+            time.sleep(0.02)
 
 
 def test_beyond_so_many_connections_new_ones_are_closed_at_once_and_room_comes_back(
