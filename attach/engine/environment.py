@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from honed.adapt.protocol.fields import check_engine_id
+from honed.adapt.protocol.folder_owner import why_untrusted
 
 RUNTIME_DIR = "HONED_RUNTIME_DIR"
 VARIABLES = (
@@ -75,6 +77,7 @@ def from_environment(environ: Mapping[str, str], data_parallel_index: int = 0) -
     runtime_dir = environ.get(RUNTIME_DIR, "").strip()
     if not runtime_dir:
         return None
+    _check_owner(Path(runtime_dir))
     engine_id = environ.get("HONED_ENGINE_ID", "engine").strip() or "engine"
     try:
         check_engine_id(engine_id)
@@ -93,6 +96,16 @@ def from_environment(environ: Mapping[str, str], data_parallel_index: int = 0) -
         wants_trees=wants_trees(environ),
         wants_tree_graphs=wants_tree_graphs(environ),
     )
+
+
+def _check_owner(folder: Path) -> None:
+    """Raise ValueError if somebody else may have made the folder to hear what vLLM sends. It may also be missing yet."""
+    try:
+        found, parent = folder.lstat(), folder.parent.stat()
+    except OSError:
+        return
+    if why := why_untrusted(folder, found.st_mode, found.st_uid, parent.st_mode, os.getuid()):
+        raise ValueError(f"{RUNTIME_DIR}: {why}: remove it, or set a folder of your own")
 
 
 def wants_trees(environ: Mapping[str, str]) -> bool:

@@ -128,9 +128,12 @@ def train(
         fail("the trainer needs PyTorch", cure="pip install '/path/to/honed[train]'", exit_code=EXIT_USAGE)
     from honed.daemon.process.notify import Heartbeat, Notifier
     from honed.daemon.process.serve import configure_logging
+    from honed.recalib.registry.access import check_owner
 
     try:
         configure_logging()
+        check_owner(settings.paths.runtime_dir)
+        check_owner(settings.paths.state_dir)
         check_device(settings.trainer_settings().device)
     except ValueError as error:
         fail(str(error), exit_code=EXIT_USAGE)
@@ -300,11 +303,13 @@ def vllm_args(
 ) -> None:
     """Print what to add to a vLLM command so that honed attaches. Doesn't need the daemon."""
     from honed.daemon.install import vllm_args
+    from honed.recalib.registry.access import check_owner
 
     if format not in ("shell", "systemd", "json"):
         raise typer.BadParameter(f"{format!r}: use shell, systemd or json", param_hint="--format")
     runtime_dir = load_settings(context.obj.config).paths.runtime_dir
     try:
+        check_owner(runtime_dir)
         made = vllm_args.make(
             runtime_dir,
             model=model,

@@ -21,12 +21,14 @@ from pathlib import Path
 
 import structlog
 
+from honed.adapt.protocol.folder_owner import why_untrusted
 from honed.daemon.errors import HonedError, SettingsError, StartError
 from honed.daemon.process.http_server import HttpServer
 from honed.daemon.process.notify import Notifier
 from honed.daemon.process.supervise import supervise
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings, load
+from honed.recalib.registry.access import OWN_FOLDER
 
 log = structlog.get_logger("honed.serve")
 
@@ -99,12 +101,8 @@ def make_folder(path: Path, mode: int) -> None:
         found, parent = path.lstat(), path.parent.stat()
     except OSError as error:
         raise StartError(f"folder {path} can't be made: {error.strerror}") from error
-    # In a shared folder (/tmp) another user may have made this one first to get its data.
-    if parent.st_mode & stat.S_ISVTX and (found.st_uid not in (os.getuid(), 0) or found.st_mode & stat.S_IWOTH):
-        raise StartError(
-            f"folder {path} was made by another user ({found.st_uid}), or every user may write to it: "
-            "remove it, or set --runtime-dir or --state-dir (HONED_RUNTIME_DIR, HONED_STATE_DIR) to a folder of your own"
-        )
+    if why := why_untrusted(path, found.st_mode, found.st_uid, parent.st_mode, os.getuid()):
+        raise StartError(f"{why}: {OWN_FOLDER}")
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise StartError(
             f"folder {path} belongs to user {found.st_uid}, with mode {stat.S_IMODE(found.st_mode):04o}, so user {os.getuid()} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,28 @@ def test_paths_follow_from_the_runtime_directory_and_the_engine() -> None:
 def test_a_wrong_value_names_its_variable(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=name):
         from_environment({"HONED_RUNTIME_DIR": "/run/honed", name: value})
+
+
+def test_a_folder_that_others_may_have_made_first_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In /tmp, to hear what vLLM sends; whoever listened there could ask for the tokens."""
+    shared, folder = tmp_path / "tmp", tmp_path / "tmp" / "honed-1000"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    environ = {"HONED_RUNTIME_DIR": str(folder)}
+    assert from_environment(environ) is not None, "the daemon makes it later"
+    folder.mkdir(mode=0o750)
+    assert from_environment(environ) is not None
+    folder.chmod(0o777)
+    with pytest.raises(ValueError, match=r"HONED_RUNTIME_DIR: .* was made by another user"):
+        from_environment(environ)
+    folder.chmod(0o750)
+    if os.getuid() == 0:  # whose folders are anybody's to use
+        os.chown(folder, 12345, -1)
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    with pytest.raises(ValueError, match="was made by another user"):
+        from_environment(environ)
+    shared.chmod(0o755)
+    assert from_environment(environ) is not None, "a service's, whose group vLLM's user is in"
 
 
 def test_a_misspelt_variable_is_named_with_the_nearest_one() -> None:

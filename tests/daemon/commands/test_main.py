@@ -126,6 +126,17 @@ def test_a_trainer_without_its_folder_says_so(run: Run, tmp_path: Path) -> None:
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize("command", ["train", "vllm-args"])
+def test_a_runtime_folder_that_others_may_have_made_is_refused(run: Run, paths: dict[str, Path], command: str) -> None:
+    """Trainer and vLLM spoke to whoever had made it in /tmp before."""
+    paths["runtime_dir"].mkdir()
+    paths["runtime_dir"].chmod(0o777)
+    paths["runtime_dir"].parent.chmod(0o1777)
+    result = run(command)
+    assert result.exit_code == 2
+    assert "was made by another user" in result.stderr
+
+
 @pytest.mark.parametrize(
     "command",
     [
