@@ -28,6 +28,7 @@ MOST_WORKLOADS = 6
 """Most distinguishable lines; the rest is summed as "others"."""
 MOST_POSITIONS = 24
 MOST_ENGINES = 8
+"""Most engines by name, connected ones first; sums are over all."""
 OTHERS = "others"
 ENGINE_FIELDS = (
     "engine_id",
@@ -104,7 +105,8 @@ def document(service: Service, name: str) -> Document:
     until = int(service.clock()) // window.step_s * window.step_s + window.step_s
     times = list(range(until - window.span_s, until, window.step_s))
     status = views.status(service)
-    engines = status["engines"][:MOST_ENGINES]
+    everyone = sorted(status["engines"], key=lambda engine: not engine["connected"])
+    engines = everyone[:MOST_ENGINES]
     since = times[0]
     believed = views.beliefs(service, [engine["engine_id"] for engine in engines])
     return {
@@ -115,6 +117,11 @@ def document(service: Service, name: str) -> Document:
         "status": {field: status[field] for field in STATUS_FIELDS} | {"store": {"bytes": status["store"]["bytes"]}},
         "findings": [{"level": one.level, "text": one.text} for one in findings(status)],
         "engines": [{field: engine[field] for field in ENGINE_FIELDS} for engine in engines],
+        "engines_total": {
+            "engines": len(everyone),
+            "connected": sum(engine["connected"] for engine in everyone),
+            "tokens_per_s": sum(engine["tokens_per_s"] for engine in everyone),
+        },
         "operation": weights.progress(status["operation"]),
         "overrides": [{field: one[field] for field in ("name", "value", "ttl_s")} for one in status["overrides"]],
         "workloads": views.workloads(service, float(WINDOWS[name].span_s), window.resolution_s, believed),

@@ -2,7 +2,7 @@
 
 const view = { window: "1h", workload: "", engine: "", found: null, at: 0, heard: 0, error: "" };
 
-function show_state({ status, findings, engines, load }) {
+function show_state({ status, findings, engines_total, load }) {
   const lines = findings.length ? findings : [{ level: "fine", text: "All is well." }];
   const words = { error: "Error", warning: "Warning", fine: "OK" };
   by_id("findings").replaceChildren(...lines.map((one) => {
@@ -14,16 +14,15 @@ function show_state({ status, findings, engines, load }) {
   const recent = status.acceptance.last_minute, is_fresh = recent.rounds > 0;
   const shown = is_fresh ? recent : status.acceptance.total, when = is_fresh ? "last minute" : "all time";
   const speedups = load.map((one) => one.speedup).filter((one) => one !== null && one !== undefined);
-  const connected = engines.filter((one) => one.connected).length;
   const lost = status.events.lost_rounds;
   const tiles = [
     ["Acceptance length", "acceptance_length", number(shown.acceptance_length, 2), when],
     ["Acceptance rate", "acceptance_rate", percent(shown.acceptance_rate), when],
     ["Draft tokens per round", "draft_tokens_per_round", number(shown.draft_tokens_per_round, 2), when],
-    ["Tokens per second", "tokens_per_s", count(engines.reduce((sum, one) => sum + one.tokens_per_s, 0)), "all engines"],
+    ["Tokens per second", "tokens_per_s", count(engines_total.tokens_per_s), "all engines"],
     ["Speed-up", "speedup", speedups.length ? `${number(Math.max(...speedups), 2)}×` : NONE, "estimated; baseline: no drafts"],
     ["Rounds lost", "lost_rounds", count(lost), `of ${count(status.acceptance.total.rounds + lost)}`, lost ? "bad" : "good"],
-    ["Engines connected", "engines", `${connected} of ${engines.length}`, ""],
+    ["Engines connected", "engines", `${engines_total.connected} of ${engines_total.engines}`, ""],
     ["Active drafter", "active", status.drafters.active || NONE, "", "name"],
   ];
   by_id("tiles").replaceChildren(...tiles.map(([term, name, text, small, className]) => {
@@ -122,7 +121,7 @@ function show_load(found) {
   });
 }
 
-function show_engines({ engines, overrides }) {
+function show_engines({ engines, engines_total, overrides }) {
   const head = [["engine"], ["connected"], ["model"], ["drafter"], ["running", true], ["waiting", true], ["tokens/s", true], ["k", true],
     ["policy"], ["decision p99", true]];
   const rows = engines.map((e) => {
@@ -132,6 +131,7 @@ function show_engines({ engines, overrides }) {
       `${number(e.draft_tokens_per_round, 2)} of ${e.num_spec_tokens}`, policy, `${count(e.decide_us_p99)} µs`];
   });
   by_id("engines").replaceChildren(rows.length ? table(head, rows, "Engines") : make("p", "none", "No engine has attached."));
+  if (engines_total.engines > engines.length) by_id("engines").append(make("p", "note", `And ${engines_total.engines - engines.length} more.`));
   by_id("overrides").replaceChildren(...overrides.map((one) =>
     make("p", "warn", `Override ${one.name} = ${one.value}, for another ${seconds(one.ttl_s)}.`)));
 }

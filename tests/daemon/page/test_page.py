@@ -17,7 +17,7 @@ from honed.adapt.protocol import wire
 from honed.daemon.api.app import make_app, make_read_only_app
 from honed.daemon.errors import StoreError
 from honed.daemon.page import document as page_document
-from honed.daemon.page.document import CACHE_S, MOST_WORKLOADS, OTHERS, WINDOWS, PageDocuments
+from honed.daemon.page.document import CACHE_S, MOST_ENGINES, MOST_WORKLOADS, OTHERS, WINDOWS, PageDocuments
 from honed.daemon.page.page import FOLDER, page
 from honed.daemon.service import Service
 from honed.daemon.store.rollups import Counts
@@ -193,6 +193,21 @@ def test_many_workloads_become_one_line(client: TestClient, service: Service, ma
     assert names == ["w11", "w10", "w9", "w8", "w7", OTHERS]
     assert len(names) == MOST_WORKLOADS
     assert sum(found["acceptance"][-1]["rounds"]) == sum(range(1, 7))
+
+
+def test_sums_are_over_all_engines_and_connected_ones_come_first(
+    client: TestClient, service: Service, make_engine: Callable[..., FakeEngine]
+) -> None:
+    """With eight that had left, the page said that no engine was connected."""
+    names = [f"gpu-{number:02}" for number in range(MOST_ENGINES + 3)]
+    for name in names:
+        make_engine(engine_id=name).hello()
+    with service.lock:
+        for name in names[:MOST_ENGINES]:
+            service.engines.by_id[name].last_seen_s = -math.inf
+    found = client.get("/page.json?window=5min").json()
+    assert found["engines_total"] == {"engines": len(names), "connected": 3, "tokens_per_s": 0.0}
+    assert [one["engine_id"] for one in found["engines"]] == names[MOST_ENGINES:] + names[: MOST_ENGINES - 3]
 
 
 def test_the_plot_has_the_newest_of_many_rounds(service: Service) -> None:
