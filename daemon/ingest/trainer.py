@@ -64,10 +64,13 @@ class Trainer:
             self.status = message
 
     def _add_up(self, status: wire.TrainerStatus) -> None:
-        """Add to our sums; its own figures restart with each operation. One that is resumed begins a little behind."""
-        if status.operation_id != self._counted_of:
+        """Add to our sums; its own figures restart with each operation. One that is resumed begins a little behind.
+
+        A report without an operation adds no sums: it may still have the latest operation's, or be a new process's first one.
+        """
+        if status.operation_id not in ("", self._counted_of):
             self._counted_of, self._counted = status.operation_id, Counter()
-        for name in ("steps", "tokens", "preemptions", "dropped_updates"):
+        for name in ("steps", "tokens", "preemptions", "dropped_updates") if status.operation_id else ():
             self.sums[name] += max(0, getattr(status, name) - self._counted[name])
             self._counted[name] = getattr(status, name)
         for delay_s in status.preemption_delays_s:

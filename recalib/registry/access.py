@@ -15,9 +15,7 @@ from typing import NamedTuple
 
 from honed.adapt.protocol.folder_owner import why_untrusted
 
-OWN_FOLDER = (
-    "remove it, or set --runtime-dir or --state-dir (HONED_RUNTIME_DIR, HONED_STATE_DIR) to a folder of your own"
-)
+OWN_FOLDER = "remove it, or set --runtime-dir or --state-dir (HONED_RUNTIME_DIR, HONED_STATE_DIR) to a folder of your own"
 """Cure for a folder that somebody else may have made."""
 
 

@@ -61,6 +61,16 @@ def test_an_operation_that_a_new_process_resumes_isnt_counted_from_its_beginning
     assert link.trainer.sums["steps"] == 500 + 120
 
 
+def test_what_it_reports_between_operations_is_counted_once(link: Link) -> None:
+    """Its idle reports still have the operation's pre-emptions, and come first after its restart amid an operation."""
+    idle = status(state="idle", operation_id="", preemptions=57, preemption_delays_s=[0.01])
+    for said in (status(steps=400, preemptions=57), idle, HELLO, status(state="idle", operation_id=""), status(steps=390)):
+        link.trainer.hear(b"one", said)
+    link.trainer.hear(b"one", status(steps=500))
+    assert (link.trainer.sums["steps"], link.trainer.sums["preemptions"]) == (400 + 110, 57)
+    assert len(link.trainer.view()["preemption_delays_s"]) == 1  # type: ignore[index]
+
+
 def test_a_message_goes_to_the_one_that_was_heard_last(link: Link) -> None:
     link.trainer.hear(b"one", status())
     link.trainer.hear(b"two", status())
