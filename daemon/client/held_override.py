@@ -1,5 +1,7 @@
 """An override that a command holds while it works; afterwards the earlier override is in force again.
 
+What somebody else sets or clears meanwhile stays.
+
 A killed command leaves it in force for at most `TTL_S`.
 """
 
@@ -15,6 +17,8 @@ from honed.daemon.client.client import AdminClient, Refused, Unreachable, part
 TTL_S = 600.0
 ARRIVES_S, POLL_S = 5.0, 0.25
 """The daemon sends a policy at once; engines report once a second which one they follow."""
+_LATER_COUNTS = ("draft_tokens", "policy")
+"""Of these, the one that was set last is in force."""
 
 
 class Held:
@@ -24,6 +28,8 @@ class Held:
         self._client, self._name, self._value, self._reason = client, name, value, reason
         self._earlier: dict[str, Any] | None = None
         self._began_s = self._put_s = 0.0
+        self._put_unix_s = 0.0
+        """Time of the latest put by the daemon's clock, which tells ours from another of the name."""
 
     def __enter__(self) -> Self:
         self._earlier = next((one for one in self._client.get("/v1/overrides") if one["name"] == self._name), None)
@@ -38,23 +44,33 @@ class Held:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if not self._is_in_force():
+            return
         earlier, path = self._earlier, f"/v1/overrides/{part(self._name)}"
         left_s = earlier["ttl_s"] - (time.monotonic() - self._began_s) if earlier else 0.0
         if earlier and left_s > 0:
             self._client.put(path, {"value": earlier["value"], "ttl_s": left_s, "reason": earlier["reason"]})
         else:
-            with contextlib.suppress(Refused):  # an operator cleared it meanwhile
+            with contextlib.suppress(Refused):  # it has just been cleared
                 self._client.delete(path)
 
     def renew(self) -> None:
         """Keep it in force; call this regularly while the command runs."""
         if time.monotonic() - self._put_s > TTL_S / 3:
+            self._put_s = time.monotonic()
             with contextlib.suppress(Unreachable):  # a restarted daemon keeps it for a while
-                self._put()
+                if self._is_in_force():
+                    self._put()
+
+    def _is_in_force(self) -> bool:
+        """False if somebody has set another one, or cleared ours."""
+        names = _LATER_COUNTS if self._name in _LATER_COUNTS else (self._name,)
+        found = [one for one in self._client.get("/v1/overrides") if one["name"] in names]
+        return bool(found) and (found[-1]["name"], found[-1]["created_unix_s"]) == (self._name, self._put_unix_s)
 
     def _put(self) -> None:
         body = {"value": self._value, "ttl_s": TTL_S, "reason": self._reason}
-        self._client.put(f"/v1/overrides/{part(self._name)}", body)
+        self._put_unix_s = self._client.put(f"/v1/overrides/{part(self._name)}", body)["created_unix_s"]
         self._put_s = time.monotonic()
 
     def _generations(self) -> dict[str, int]:
