@@ -117,7 +117,7 @@ def add_changes(router: APIRouter, service: Service) -> None:
     def cancel(
         operation_id: Name, generation: Generation, actor: Actor, body: models.ReasonRequest | None = None, key: Key = None
     ) -> Any:
-        """Cancel a recalibration, including its canary. The active version stays; the trained version is kept."""
+        """Cancel a recalibration, including its canary, or a running promotion. The active version and the other one stay."""
         reason = body.reason if body else ""
 
         def act() -> dict[str, Any]:
@@ -145,7 +145,7 @@ def add_changes(router: APIRouter, service: Service) -> None:
 
     @router.post("/v1/drafters:rollback", status_code=202, response_model=models.OperationView)
     def rollback(generation: Generation, actor: Actor, body: models.RollbackRequest | None = None, key: Key = None) -> Any:
-        """Go back to the previous version, or past it if it is damaged."""
+        """Go back to the previous version, or past it if it is damaged. End a canary or a running promotion instead."""
         asked = body or models.RollbackRequest()
         if previous := service.drafters.alias("previous"):
             service.drafters.read_ahead(previous)

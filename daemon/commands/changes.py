@@ -117,7 +117,7 @@ def cancel(
     reason: Reason = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Cancel a recalibration, including its canary. The active version stays."""
+    """Cancel a recalibration, including its canary, or a running promotion. The active version stays."""
     with connect(context) as client:
         answer = client.post(f"/v1/operations/{part(operation_id)}:cancel", _given({"reason": reason or None}))
         _say(answer, as_json, f"{operation_id} is being cancelled")

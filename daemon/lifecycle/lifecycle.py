@@ -66,6 +66,8 @@ class Lifecycle:
         self._promotion_due: tuple[Trial, str] | None = None
         """Trial whose candidate is better, though the aliases couldn't be moved, and the verdict's text."""
         self._due_s = 0.0
+        self._promoting: Swap | None = None
+        """The swap of a running promotion."""
         self.promotions: Counter[str] = Counter()
         """Versions made active, by the kind of operation."""
 
@@ -114,7 +116,7 @@ class Lifecycle:
         self._rollout.swapping = operation  # don't send the engines home first
         self._canaries.stop(f"{version} was promoted by {actor}")
         if engines:
-            self._swaps.begin(version, engines, lambda swap: self._promoted(operation, swap))
+            self._promoting = self._swaps.begin(version, engines, lambda swap: self._promoted(operation, swap))
         else:
             self._rollout.swapping = None
             with self._failing(operation):
@@ -125,7 +127,7 @@ class Lifecycle:
     def roll_back(
         self, *, reason: str, actor: str, cause: str = "operator", key: str | None = None, dry_run: bool = False
     ) -> Operation:
-        """Go back to the previous version, else the floor, whichever is whole, or end a candidate's canary.
+        """Go back to the previous version, else the floor, whichever is whole, or end a candidate's canary or a promotion.
 
         Raises:
             ConflictError: there is none of these, with the reasons.
@@ -143,6 +145,17 @@ class Lifecycle:
             return operation
         aliases = self._drafters.aliases()
         active = aliases["active"] or ""
+        promotion = self._rollout.swapping
+        if promotion is not None and promotion.kind == "promote" and active:
+            new = promotion.detail["version"]
+            if dry_run:
+                takers = [engine.engine_id for engine in self._eligible.swappable(active)]
+                return self._operations.planned("rollback", reason, actor, version=active, rolled_back=new, engines=takers)
+            operation = self._operations.create("rollback", "swapping", reason, actor, key, version=active, rolled_back=new)
+            self._journal.audit(actor, "rollback", new, reason, operation.operation_id)
+            self.end_promotion(_rolled_back(actor, reason))
+            self._operations.finish(operation, "succeeded", note=f"{new} was being promoted; {active} stays active")
+            return operation
         faults = {v: self._drafters.fault(v) for v in (aliases["previous"], aliases["floor"]) if v and v != active}
         target = next((version for version, fault in faults.items() if not fault), "")
         if not target:
@@ -166,6 +179,17 @@ class Lifecycle:
         self._canaries.withdraw(_rolled_back(actor, reason))
         self._send_home(target, operation)
         return operation
+
+    def end_promotion(self, text: str) -> None:
+        """Cancel the running promotion, and swap its engines back to the active version; no engine is waited for."""
+        operation, swap, active = self._rollout.swapping, self._promoting, self._drafters.active
+        assert operation is not None
+        self._rollout.swapping = self._promoting = None
+        if swap is not None:
+            self._swaps.give_up(swap)
+        self._operations.finish(operation, "cancelled", error=f"{text}; {active or 'no version'} stays active")
+        if active:
+            self._send_home(active)
 
     def try_out(self, operation: Operation, version: str) -> None:
         """Let a candidate take turns with the active version.
@@ -214,7 +238,7 @@ class Lifecycle:
 
     def _promoted(self, operation: Operation, swap: Swap) -> None:
         """Handle the engines' answers to an operator's promotion."""
-        self._rollout.swapping = None
+        self._rollout.swapping = self._promoting = None
         if swaps.has_failed(swap):
             # The next tick brings engines that took it back to `active`, which hasn't moved.
             self._operations.finish(operation, "failed", error=swaps.failure_text(swap), **swaps.figures(swap))

@@ -195,7 +195,7 @@ class Recalibrations:
         return operation
 
     def cancel(self, operation_id: str, *, reason: str, actor: str) -> Operation:
-        """Cancel a recalibration that isn't in the engines yet. Raises UnknownError, ConflictError."""
+        """Cancel a recalibration that isn't in the engines yet, or a running promotion. Raises UnknownError, ConflictError."""
         operation = self._operations.get(operation_id)
         if operation.is_finished:
             raise ConflictError(
@@ -206,6 +206,10 @@ class Recalibrations:
         if trial is not None and trial.kind == "canary" and trial.operation_id == operation_id:
             self._journal.audit(actor, "cancel", operation_id, reason)
             self._canaries.stop(f"cancelled: {reason}" if reason else "cancelled")
+            return operation
+        if operation is self._rollout.swapping and operation.kind == "promote":
+            self._journal.audit(actor, "cancel", operation_id, reason)
+            self._lifecycle.end_promotion(f"cancelled: {reason}" if reason else "cancelled")
             return operation
         if operation is not self._rollout.training:
             raise ConflictError(

@@ -46,6 +46,7 @@ class Rollout:
         """Raise ConflictError while a swap is running."""
         if self.swapping is not None:
             running = self.swapping.operation_id
-            raise ConflictError(
-                f"operation {running} is swapping a drafter", cure=f"Wait for its end: `honed operations {running}`."
-            )
+            cure = f"Wait for its end: `honed operations {running}`."
+            if self.swapping.kind == "promote":
+                cure = f"Wait for its end (`honed operations {running}`), or end it: `honed cancel {running}`."
+            raise ConflictError(f"operation {running} is swapping a drafter", cure=cure)

@@ -122,6 +122,11 @@ class Swaps:
             self._send(engine.peer, command)
         return swap
 
+    def give_up(self, swap: Swap) -> None:
+        """Forget a swap: late answers don't count, and `on_done` isn't called."""
+        for sent in [sent for sent in self._sent.values() if sent.swap is swap]:
+            del self._sent[sent.command.command_id]
+
     def _turns(self, beside: Beside) -> wire.Turns:
         return wire.Turns(beside=self._weights(beside.version), home_version=beside.home, lease_s=beside.lease_s)
 

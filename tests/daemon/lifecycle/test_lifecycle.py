@@ -1167,6 +1167,35 @@ def test_a_roll_back_amid_which_the_daemon_is_restarted_has_succeeded(settings: 
         trainer.close()
 
 
+@pytest.mark.parametrize("call", ["/v1/drafters:rollback", "/v1/operations/{}:cancel"])
+def test_a_promotion_that_an_engine_does_not_answer_can_be_undone(stage: Stage, settings: Settings, call: str) -> None:
+    """A bad version stayed in the others for up to five and a half minutes: everything answered that a swap was running."""
+    service, new = stage.service, stage.version(1.0)
+    silent = ServingEngine(settings.paths.engine_socket, engine_id="silent", checkpoint=stage.engine.checkpoint)
+    try:
+        silent.attach()
+        operation_id = stage.promote(new, answer=False)
+        stage.engine.answer_swap()
+        wait_for(lambda: service.engines.by_id["engine-0"].live_version == new, "the swap of one engine")
+        late = silent.expect(wire.SwapCommand)
+        answer = stage.client.post(call.format(operation_id), json={"reason": "it is bad"})
+        assert answer.status_code == 202, answer.text
+        assert stage.operation(operation_id)["state"] == "cancelled"
+        assert f"it is bad; {stage.first} stays active" in stage.operation(operation_id)["error"]
+        stage.engine.serve(lambda: stage.engine.live_version == stage.first, "the way home")
+        result = {"engine_id": "silent", "boot_id": silent.boot_id, "command_id": late.command_id}
+        silent.send(wire.CommandResult(**result, ok=True))
+        silent.answer_swap()
+        wait_for(lambda: service.engines.by_id["silent"].live_version == stage.first, "its way home")
+        assert (service.drafters.active, stage.operation(operation_id)["state"]) == (stage.first, "cancelled")
+        second = stage.promote(new, answer=False)
+        silent.answer_swap()
+        stage.engine.answer_swap()
+        stage.wait_state(second, "succeeded")
+    finally:
+        silent.close()
+
+
 def test_weights_arent_verified_amid_a_swap(stage: Stage) -> None:
     with stage.service.lock:
         stage.service.rollout.swapping = stage.service.operations.create("promote", "swapping", "", "test", None)
