@@ -20,6 +20,7 @@ FINISHED = frozenset({"succeeded", "failed", "cancelled"})
 PROVEN = frozenset({"recalibrate", "adopt"})
 """Kinds whose version is swapped in only after a trial, as the active one: they have succeeded by then."""
 KEPT_IN_MEMORY = 500
+"""The newest; those that go on are kept beside them."""
 PLANNED = "planned"
 """Stage and id of a dry run's operation."""
 
@@ -51,6 +52,11 @@ class Operation:
         """True for a dry run."""
         return self.stage == PLANNED
 
+    @property
+    def goes_on(self) -> bool:
+        """True while it runs or its version is watched."""
+        return not self.is_finished or self.stage == "watching"
+
     def view(self) -> dict[str, Any]:
         """Document for the API."""
         return {name: getattr(self, name) for name in Operation.__slots__ if name not in ("idempotency_key", "request_hash")}
@@ -71,14 +77,16 @@ class Operations:
         Args:
             active: the version that engines follow; an operation that was swapping it in has succeeded.
         """
-        rows = self._store.read("SELECT * FROM operations ORDER BY created_unix_s DESC, rowid DESC LIMIT ?", (KEPT_IN_MEMORY,))
+        order = "ORDER BY created_unix_s DESC, rowid DESC"
+        newest = f"SELECT operation_id FROM operations {order} LIMIT ?"
+        ends = ", ".join(f"'{state}'" for state in sorted(FINISHED))
+        goes_on = f"state NOT IN ({ends}) OR stage = 'watching'"
+        rows = self._store.read(
+            f"SELECT * FROM operations WHERE {goes_on} OR operation_id IN ({newest}) {order}", (KEPT_IN_MEMORY,)
+        )
         for row in reversed(rows):
-            try:
-                row["detail"] = dict(json.loads(row["detail"]))
-            except (ValueError, TypeError, RecursionError) as error:
-                log.warning("a stored operation can't be read", operation_id=row["operation_id"], error=str(error))
+            if (operation := _stored(row)) is None:
                 continue
-            operation = Operation(**row)
             self._by_id[operation.operation_id] = operation
             if operation.operation_id in resumed:
                 continue
@@ -97,8 +105,9 @@ class Operations:
             f"op-{secrets.token_hex(6)}", kind, "running", stage, self._clock(), reason, actor, None, key, detail
         )
         self._by_id[operation.operation_id] = operation
-        while len(self._by_id) > KEPT_IN_MEMORY:
-            self._by_id.pop(next(iter(self._by_id)))
+        ended = [one.operation_id for one in self._by_id.values() if not one.goes_on]
+        for operation_id in ended[: max(len(self._by_id) - KEPT_IN_MEMORY, 0)]:
+            del self._by_id[operation_id]
         self._save(operation)
         return operation
 
@@ -113,13 +122,14 @@ class Operations:
         self._save(operation)
 
     def by_key(self, key: str | None) -> Operation | None:
-        """The operation begun by an earlier request with the same idempotency key."""
+        """The operation begun by an earlier request with the same idempotency key. Raises StoreError."""
         if key is None:
             return None
         for operation in self._by_id.values():
             if operation.idempotency_key == key:
                 return operation
-        return None
+        rows = self._store.find("SELECT * FROM operations WHERE idempotency_key = ?", (key,))
+        return _stored(rows[0]) if rows else None
 
     def get(self, operation_id: str) -> Operation:
         """Raises UnknownError."""
@@ -158,8 +168,18 @@ class Operations:
         row = {name: getattr(operation, name) for name in Operation.__slots__}
         row["detail"] = json.dumps(operation.detail)
         columns, places = ", ".join(row), ", ".join(f":{name}" for name in row)
-        sql = f"INSERT OR REPLACE INTO operations ({columns}) VALUES ({places})"
+        changes = ", ".join(f"{name} = excluded.{name}" for name in row)
+        sql = f"INSERT INTO operations ({columns}) VALUES ({places}) ON CONFLICT (operation_id) DO UPDATE SET {changes}"
         state = "operations", operation.operation_id
         self._store.keep(state, lambda db: db.conn.execute(sql, row) and None).add_done_callback(
             lambda done: done.exception() and log.error("an operation was not written", error=str(done.exception()))
         )
+
+
+def _stored(row: dict[str, Any]) -> Operation | None:
+    """The operation in a row; None, with a warning, if its detail can't be read."""
+    try:
+        return Operation(**(row | {"detail": dict(json.loads(row["detail"]))}))
+    except (ValueError, TypeError, RecursionError) as error:
+        log.warning("a stored operation can't be read", operation_id=row["operation_id"], error=str(error))
+        return None
