@@ -16,7 +16,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import structlog
@@ -133,25 +133,37 @@ def make_engines_folder(path: Path) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Hold a folder's lock. Raises StartError if another daemon has it."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise StartError(f"lock {path}: {error.strerror}") from error
     try:
+        with suppress(PermissionError):  # another user's
+            os.fchmod(descriptor, 0o600)  # who may open it may hold it for ever
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
-            who = f" (process {holder})" if holder else ""
-            stop = "`systemctl stop honed`" + (f" or `kill {holder}`" if holder else "")
+            text = f"another process holds {path}: stop it (`fuser -v {path}` names it)"
+            if holder := _honed_process(os.pread(descriptor, 32, 0)):
+                stop = f"`systemctl stop honed` or `kill {holder}`"
+                text = f"another honed daemon (process {holder}) uses {path.parent}: stop it ({stop})"
             raise StartError(
-                f"another honed daemon{who} uses {path.parent}: stop it ({stop}), or give this one its own folders with "
-                "--state-dir and --runtime-dir, or HONED_STATE_DIR and HONED_RUNTIME_DIR"
+                f"{text}, or give this one its own folders with --state-dir and --runtime-dir, or HONED_STATE_DIR and "
+                "HONED_RUNTIME_DIR"
             ) from error
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)
+
+
+def _honed_process(number: bytes) -> int:
+    """The process that a lock file names, if it is alive and one of honed's; else 0."""
+    try:
+        process = int(number)
+        return process if b"honed" in Path(f"/proc/{process}/cmdline").read_bytes() else 0
+    except (OSError, ValueError):
+        return 0
 
 
 def configure_logging() -> None:

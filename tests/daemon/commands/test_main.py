@@ -472,7 +472,7 @@ def test_serve_refuses_a_second_daemon_on_the_same_state(run: Run, daemon: None)
     command = [sys.executable, "-m", "honed.daemon.commands.main", "serve"]
     made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert made.returncode == 2
-    assert "another honed daemon" in made.stderr
+    assert "or give this one its own folders" in made.stderr
 
 
 def test_status_needs_nothing_heavy(paths: dict[str, Path]) -> None:

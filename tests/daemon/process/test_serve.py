@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -285,6 +286,28 @@ def test_a_folder_that_others_may_have_made_first_is_refused(tmp_path: Path, mon
     monkeypatch.setattr(os, "getuid", lambda: 54321)
     with pytest.raises(StartError, match="made by another user"):
         make_folder(folder, 0o750)
+
+
+def test_a_lock_is_its_owners_alone(tmp_path: Path) -> None:
+    """Anybody in the group could hold it, and keep the daemon from starting again."""
+    (tmp_path / "lock").write_text("")
+    (tmp_path / "lock").chmod(0o640)
+    for name in ("lock", "new"):
+        with locked(tmp_path / name):
+            assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("number", ["", "x", "1", "4194304"])
+def test_a_process_that_is_none_of_honeds_is_not_to_be_killed(tmp_path: Path, number: str) -> None:
+    """The file still has the number of the daemon that ended; another process may have it by now."""
+    path = tmp_path / "lock"
+    with path.open("w") as file:
+        file.write(number)
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(StartError, match=r"another process holds .*: stop it ") as caught, locked(path):
+            pass
+    assert "kill" not in str(caught.value)
 
 
 def test_a_lock_is_no_link(tmp_path: Path) -> None:
