@@ -30,6 +30,7 @@ class LoopTraining:
     """Length and strength of the unlikelihood phase."""
 
     minutes: float = 5.0
+    """Of the processor."""
     ngram_tokens: int = 6
     prompt_tokens: int = 80
     emitted_tokens: int = 72
@@ -65,8 +66,8 @@ def discourage_loops(model: PreTrainedModel, streams: list[Tensor], settings: Lo
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
     crops = TargetTraining(sequence_tokens=settings.prompt_tokens - 1, batch_sequences=settings.batch_sequences)
     texts = TargetTraining(batch_sequences=8, sequence_tokens=256)
-    began_s = time.monotonic()
-    while (progress := (time.monotonic() - began_s) / (60 * settings.minutes)) < 1.0:
+    began_s = time.process_time()
+    while (progress := (time.process_time() - began_s) / (60 * settings.minutes)) < 1.0:
         prompts = crop_batch(streams, crops, generator)  # [S, P]
         tokens = continue_greedily(model.eval(), prompts, settings.emitted_tokens).clone()
         emitted = tokens[:, settings.prompt_tokens :].tolist()
