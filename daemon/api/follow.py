@@ -63,7 +63,7 @@ async def marks(
 ) -> AsyncIterator[bytes]:
     """The body: marks after `after`, while the client listens and the daemon runs."""
     try:
-        yield b": honed\n\n"
+        yield f": honed\nid: {after}\n\n".encode()  # a client that loses it before the first mark misses none either
         silent_s = 0.0
         while not is_ending.is_set():
             rows = await run_in_threadpool(

@@ -32,6 +32,9 @@ EXIT_WARNINGS = 4
 FINISHED = frozenset({"succeeded", "failed", "cancelled"})
 """Final states of an operation."""
 
+RETRY_S = 1.0
+"""Pause before looking for a daemon that went away."""
+
 Json = Any
 """Decoded JSON of an API answer."""
 
@@ -111,19 +114,31 @@ class AdminClient:
         """Read something that isn't JSON (`/metrics`)."""
         return self._answer("GET", path).text
 
-    def marks(self, after: int = -1) -> Iterator[dict[str, Json]]:
-        """Yield new marks (see follow.py), from now on or after a number. Ends when the daemon does."""
+    def marks(self, after: int = -1, *, is_patient: bool = False) -> Iterator[dict[str, Json]]:
+        """Yield new marks (see follow.py), from now on or after a number.
+
+        Ends when the daemon does. If `is_patient`, it waits for the next one, and misses no mark.
+        """
         wait = httpx2.Timeout(self._timeout_s, read=60.0)  # it sends at least every 15 s
-        try:
-            with self._http.stream("GET", "/v1/marks:follow", params={"after": after}, timeout=wait) as answer:
-                if answer.is_error:
-                    answer.read()
-                    raise self._refusal(answer)
-                for line in answer.iter_lines():
-                    if line.startswith("data: "):
-                        yield json.loads(line[6:])
-        except (httpx2.TransportError, OSError) as error:
-            raise self._unreachable(error) from error
+        is_heard = False
+        while True:
+            try:
+                with self._http.stream("GET", "/v1/marks:follow", params={"after": after}, timeout=wait) as answer:
+                    if answer.is_error:
+                        answer.read()
+                        raise self._refusal(answer)
+                    is_heard = True
+                    for line in answer.iter_lines():
+                        if line.startswith("id: "):
+                            after = int(line[4:])
+                        elif line.startswith("data: "):
+                            yield json.loads(line[6:])
+            except (httpx2.TransportError, OSError) as error:
+                if not (is_patient and is_heard):
+                    raise self._unreachable(error) from error
+            if not is_patient:
+                return
+            time.sleep(RETRY_S)
 
     def post(self, path: str, body: Mapping[str, Json] | None = None, *, if_match: int | None = None) -> Json:
         """Change something, once: the request carries a fresh idempotency key."""

@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from honed.daemon.client.client import EXIT_FAILED, EXIT_USAGE, EXIT_WARNINGS, exit_code_of, part
+from honed.daemon.client.client import EXIT_FAILED, EXIT_USAGE, EXIT_WARNINGS, AdminClient, Unreachable, exit_code_of, part
 from honed.daemon.client.terminal import (
     Connection,
     JsonFlag,
@@ -165,18 +165,27 @@ def status(
     with connect(context) as client:
         document = client.get("/v1/status")
         if watch:
-            view = show.status(visible_document(document))
-            with suppress(KeyboardInterrupt), Live(view, console=SafeConsole(), refresh_per_second=4) as live:
-                while True:
-                    time.sleep(1.0)
-                    document = client.get("/v1/status")
-                    live.update(show.status(visible_document(document)))
+            _watch(client, document)
         else:
             found = findings(document) if check else []
             end_with(
                 EXIT_FAILED if found and found[0].level == "error" else EXIT_WARNINGS if found else 0,
                 lambda: emit(document, as_json, show.status),
             )
+
+
+def _watch(client: AdminClient, document: Any) -> None:
+    """Show the status until Ctrl-C. While the daemon is away, the last one stays."""
+    view = show.status(visible_document(document))
+    with suppress(KeyboardInterrupt), Live(view, console=SafeConsole(), refresh_per_second=4) as live:
+        while True:
+            time.sleep(1.0)
+            try:
+                view = show.status(visible_document(client.get("/v1/status")))
+            except Unreachable as error:
+                live.update(Group(view, Text(f"This is the last answer: {error}", "red")))
+            else:
+                live.update(view)
 
 
 @app.command()
@@ -241,9 +250,9 @@ def follow_marks(
     after: Annotated[int, typer.Option(min=-1, help="Start after this event number; 0: all; -1: only new ones.")] = -1,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print events live until Ctrl-C: drift, swaps, promotions, roll-backs, overrides."""
+    """Print events live until Ctrl-C, over restarts of the daemon: drift, swaps, promotions, roll-backs, overrides."""
     with connect(context) as client, suppress(KeyboardInterrupt):
-        for mark in client.marks(after):
+        for mark in client.marks(after, is_patient=True):
             if as_json:
                 print_json(mark)
             else:

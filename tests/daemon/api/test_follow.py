@@ -76,6 +76,7 @@ def test_without_a_number_only_what_is_new_comes_and_a_browser_goes_on_where_it_
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = answer.iter_lines()
         assert next(lines) == ": honed"
+        assert next(lines).startswith("id: "), "where it begins"
         text = override(shared)
         number = next(line for line in lines if line.startswith("id: "))
         assert next(lines) == "event: override"
@@ -112,6 +113,25 @@ def test_the_command_prints_a_line_for_each(shared: DaemonProcess) -> None:
     process.kill()
     process.wait()
     process.stdout.close()
+
+
+def test_the_command_goes_on_with_the_next_daemon_and_misses_no_mark(daemon: DaemonProcess) -> None:
+    daemon.start()
+    texts = [override(daemon)]
+    command = [sys.executable, "-m", "honed.daemon.commands.main", "marks", "follow", "--after", "0"]
+    process = subprocess.Popen(command, env=daemon.env, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        said = [process.stdout.readline()]
+        assert daemon.end(signal.SIGTERM) == 0
+        daemon.start()
+        texts += [override(daemon), override(daemon)]
+        said += [process.stdout.readline(), process.stdout.readline()]
+        assert [line.rstrip("\n").split("  ")[-1] for line in said] == texts
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def test_a_daemon_that_stops_ends_its_streams(daemon: DaemonProcess) -> None:

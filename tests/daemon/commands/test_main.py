@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from honed.daemon.client import terminal
+from honed.daemon.client.client import AdminClient, Unreachable
 from honed.daemon.commands import changes
 from honed.daemon.commands.global_options import SECTIONS, moved
 from honed.daemon.commands.main import app
@@ -124,6 +126,23 @@ def test_a_trainer_without_its_folder_says_so(run: Run, tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert f"the trainer can't start: the folder {tmp_path / 'file'}" in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
+
+
+def test_watching_outlives_a_restart_of_the_daemon(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([HEALTHY, HEALTHY, Unreachable("no daemon is running")])
+
+    def get(client: AdminClient, path: str) -> Any:
+        answer = next(answers, KeyboardInterrupt())
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(AdminClient, "get", get)
+    monkeypatch.setattr("honed.daemon.commands.main.time", SimpleNamespace(sleep=lambda seconds: None))
+    result = run("status", "--watch")
+    assert result.exit_code == 0
+    assert "This is the last answer: no daemon is running" in result.stdout
+    assert HEALTHY["drafters"]["active"] in result.stdout
 
 
 @pytest.mark.parametrize("command", ["train", "vllm-args"])
