@@ -53,10 +53,6 @@ class WorkloadNames:
         self._used_s[label] = now_s
         return label
 
-    def look_up(self, label: str) -> str:
-        """The same, for showing: changes and counts nothing."""
-        return workload_of(label, self._used_s.keys())
-
     def _has_room(self, now_s: float) -> bool:
         while len(self._used_s) >= MAX_WORKLOADS - len(_RESERVED):
             oldest = next(iter(self._used_s), None)

@@ -17,6 +17,7 @@ from honed.adapt.control.controller import EngineController
 from honed.adapt.control.settings import ControllerSettings, Override
 from honed.adapt.monitor.drift import Alarm
 from honed.adapt.protocol import wire
+from honed.adapt.protocol.workloads import workload_of
 from honed.daemon.ingest.engines import Engine
 
 log = structlog.get_logger("honed.steering")
@@ -81,6 +82,7 @@ class Steering:
         self.skipped_batches = 0
         """Batches skipped because they arrived faster than the controllers could learn."""
         self.alarms: Counter[tuple[str, str]] = Counter()
+        """(engine, workload) -> alarms; the first workloads keep their names, further ones count as OTHER_WORKLOAD."""
         self.errors = 0
         """Failures to learn from a batch or to make a policy."""
         self._failing: dict[str, str] = {}
@@ -113,7 +115,8 @@ class Steering:
                 log.warning("can't learn from a batch", engine_id=engine.engine_id, seq=batch.seq, error=why, exc_info=is_ours)
                 continue
             for alarm in alarms:
-                self.alarms[engine.engine_id, alarm.workload] += 1
+                known = {workload for engine_id, workload in self.alarms if engine_id == engine.engine_id}
+                self.alarms[engine.engine_id, workload_of(alarm.workload, known)] += 1
                 self._on_alarm(engine, alarm)
         return bool(self._waiting)
 

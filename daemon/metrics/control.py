@@ -86,8 +86,7 @@ def _decisions(service: Service) -> Iterator[Metric]:
         counted.setdefault(engine_id, Counter())[reason] += value
     # Zeros too: Prometheus sees no increase if a counter first appears with its first event.
     alarms: Counter[tuple[str, str]] = Counter(dict.fromkeys(service.live.workloads(), 0))
-    for (engine_id, workload), value in service.steering.alarms.items():
-        alarms[engine_id, service.ingest.workloads.look_up(workload)] += value
+    alarms.update(service.steering.alarms)
     known = {engine.engine_id: labels_of(engine) for engine in engines_shown(service.engines)}
     for engine_id, labels in known.items():
         for reason, steps in summed(counted.get(engine_id, {}), DECISIONS).items():

@@ -29,13 +29,6 @@ def test_a_name_keeps_its_place_once_it_is_known():
     assert (names("w3"), names("late"), names("w3")) == ("w3", OTHER_WORKLOAD, "w3")
 
 
-def test_looking_up_takes_no_place_and_counts_nothing():
-    names = WorkloadNames(f"w{number}" for number in range(MAX_WORKLOADS - 3))
-    assert [names.look_up(label) for label in ("a", "b")] == ["a", "b"]
-    assert [names(label) for label in ("b", "a")] == ["b", OTHER_WORKLOAD]
-    assert (names.look_up("a"), names.num_pooled) == (OTHER_WORKLOAD, 1)
-
-
 @pytest.mark.fault("labels that run out")
 def test_a_name_out_of_use_makes_room_the_oldest_first():
     names = WorkloadNames()

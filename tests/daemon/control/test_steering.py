@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from honed.adapt.protocol.workloads import MAX_WORKLOADS, OTHER_WORKLOAD
 from honed.daemon.control import steering
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings
@@ -31,4 +33,22 @@ def test_the_oldest_batches_are_skipped_when_too_much_waits(
     assert idle.steering.skipped_batches == 2
     idle.steering.put(engine, make_batch(6, rounds=100))
     assert [batch.seq for _, batch in idle.steering._waiting._batches][-1] == 6, "one that is too large alone is still learned"
+    idle.store.close()
+
+
+def test_an_alarm_stays_counted_under_the_name_that_it_was_counted_under(idle: Service) -> None:
+    """Its count moved to "other" when newer labels had taken the name's place, and back: an increase that nobody had."""
+    said: list[Any] = []
+    engine: Any = SimpleNamespace(
+        engine_id="engine-0", awaits_controller=False, is_replaced=False, learned_seq=0, controller=SimpleNamespace()
+    )
+    engine.controller.observe = lambda batch: said
+    idle.steering._on_alarm = lambda engine, alarm: None
+    for seq, name in enumerate(["release-1", *(f"batch-{number}" for number in range(MAX_WORKLOADS)), "release-1"], start=1):
+        said[:] = [SimpleNamespace(workload=name)]
+        idle.steering.put(engine, make_batch(seq))
+        idle.steering.observe()
+    assert idle.steering.alarms["engine-0", "release-1"] == 2
+    assert idle.steering.alarms["engine-0", OTHER_WORKLOAD] == 3, "their number is bounded"
+    assert len(idle.steering.alarms) == MAX_WORKLOADS - 1
     idle.store.close()
