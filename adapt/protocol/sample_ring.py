@@ -45,8 +45,6 @@ HEADER_BYTES = 4096
 MAX_CAPACITY_BYTES = 1 << 36
 MAX_FEATURE_SIZE = 1 << 18
 """Most values in a row."""
-MOST_CAPTURED = 32
-"""Most requests captured at once: of more, the trainer would get parts of all instead of some as a whole."""
 RECORD_MAGIC = 0x484E5243
 KIND_ROWS = 1
 KIND_END = 2

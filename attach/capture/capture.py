@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from honed.adapt.protocol.sample_ring import MOST_CAPTURED
+from honed.adapt.protocol.capture_limit import MOST_CAPTURED
 from honed.attach.capture.captured_rows import CapturedRequest, CapturedRows, RowWriter
 from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.events.labels import read_labels

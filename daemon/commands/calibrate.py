@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from honed.adapt.protocol.sample_ring import MOST_CAPTURED
+from honed.adapt.protocol.capture_limit import MOST_CAPTURED
 from honed.daemon.calibration import calibrate
 from honed.daemon.calibration.calibrate import CalibrationError, Collected
 from honed.daemon.calibration.prompts_file import HELP, PromptsError, read_prompts

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, MOST_CAPTURED
+from honed.adapt.protocol.capture_limit import MOST_CAPTURED
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED
 from honed.attach.capture.capture import Capturer
 from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.runner.runner import StepView
