@@ -164,7 +164,9 @@ class Lifecycle:
                 f"there is no previous drafter to go back to; active is {active or 'none'}{why}",
                 cure="`honed drafters` lists the versions; `honed promote VERSION` goes to any of them.",
             )
-        self._rollout.check_no_swap()
+        running = self._rollout.swapping
+        if running is None or running.kind not in PROVEN or self._promotion_due is not None:
+            self._rollout.check_no_swap()  # else its version is active: engines that haven't it yet needn't be waited for
         if dry_run:
             takers = [engine.engine_id for engine in self._eligible.swappable(target)]
             return self._operations.planned("rollback", reason, actor, version=target, rolled_back=active, engines=takers)
@@ -354,7 +356,9 @@ class Lifecycle:
             return
         if self._rollout.swapping is operation:
             self._rollout.swapping = None
-        why = f"{swaps.failure_text(swap)}; it is retried until they run {swap.version}" if swap.failures else ""
+        why = swaps.failure_text(swap)
+        if why and self._drafters.active == swap.version:
+            why += f"; it is retried until they run {swap.version}"
         is_proven = operation.kind in PROVEN  # its candidate is active
         if why and (is_proven or swap.failures.keys() <= swap.postponed):
             self._operations.finish(operation, "succeeded", note=why, version=swap.version)

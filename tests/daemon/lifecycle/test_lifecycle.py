@@ -1196,6 +1196,31 @@ def test_a_promotion_that_an_engine_does_not_answer_can_be_undone(stage: Stage, 
         silent.close()
 
 
+def test_a_proven_version_can_be_taken_back_before_all_engines_have_it(stage: Stage, settings: Settings) -> None:
+    service, new = stage.service, stage.version(1.0)
+    silent = ServingEngine(settings.paths.engine_socket, engine_id="silent", checkpoint=stage.engine.checkpoint)
+    try:
+        silent.attach()
+        with service.lock:
+            proven = service.operations.create("recalibrate", "swapping", "", "test", None, version=new)
+            service.lifecycle._make_active(new, "recalibrate")
+            service.lifecycle._send_home(new, proven)
+        stage.engine.answer_swap()
+        wait_for(lambda: service.engines.by_id["engine-0"].live_version == new, "the swap of one engine")
+        answer = stage.client.post("/v1/drafters:rollback", json={})
+        assert answer.status_code == 202, answer.text
+        assert service.drafters.active == stage.first
+        assert "retried" not in stage.wait_state(proven.operation_id, "succeeded")["detail"]["note"]
+        assert stage.client.post("/v1/drafters:rollback", json={}).status_code == 409, "once is once"
+        stage.engine.answer_swap()
+        for _ in range(2):
+            silent.answer_swap()
+        stage.wait_state(answer.json()["operation_id"], "succeeded")
+        assert stage.engine.live_version == silent.live_version == stage.first
+    finally:
+        silent.close()
+
+
 def test_weights_arent_verified_amid_a_swap(stage: Stage) -> None:
     with stage.service.lock:
         stage.service.rollout.swapping = stage.service.operations.create("promote", "swapping", "", "test", None)
