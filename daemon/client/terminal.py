@@ -70,12 +70,22 @@ class Connection:
 
 
 def socket_of(paths: PathSettings) -> Path:
-    """The daemon's socket. The service's, if the user set no other folder and runs no daemon."""
+    """The daemon's socket. The service's, if the user set no other folder and runs no daemon.
+
+    Ends the process if somebody else may have made the user's own folder.
+    """
     from honed.daemon.settings.sections import default_runtime_dir
+    from honed.recalib.registry.access import check_owner
 
     own = paths.admin_socket
-    if paths.runtime_dir == default_runtime_dir() and not os.path.exists(own) and SERVICE_DIR.is_dir():
+    if paths.runtime_dir != default_runtime_dir():
+        return own
+    if not os.path.exists(own) and SERVICE_DIR.is_dir():
         return SERVICE_DIR / own.name
+    try:
+        check_owner(paths.runtime_dir)
+    except ValueError as error:
+        fail(str(error), exit_code=EXIT_USAGE)
     return own
 
 

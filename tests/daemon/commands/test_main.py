@@ -585,6 +585,20 @@ def test_the_service_is_found_by_users_without_a_daemon_of_their_own(tmp_path: P
     assert terminal.socket_of(PathSettings(runtime_dir=Path("/elsewhere"))) == Path("/elsewhere/admin.sock")
 
 
+def test_a_socket_in_a_folder_that_others_may_have_made_is_not_asked(
+    run: Run, paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = paths["runtime_dir"]
+    monkeypatch.setattr("honed.daemon.settings.sections.default_runtime_dir", lambda: folder)
+    folder.mkdir()
+    (folder / "admin.sock").touch()
+    folder.chmod(0o777)
+    folder.parent.chmod(0o1777)
+    result = run("status")
+    assert result.exit_code == 2
+    assert "was made by another user" in result.stderr
+
+
 def test_the_help_lists_every_command_in_one_section(run: Run) -> None:
     listed = [name for names in SECTIONS.values() for name in names]
     assert sorted(listed) == sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
