@@ -21,6 +21,7 @@ from honed.recalib.samples.hold_out import HoldOut
 from honed.recalib.samples.selection import Selection
 from honed.recalib.samples.traffic import Traffic
 from honed.recalib.training.micro_step import MicroTrainer
+from honed.recalib.training.mixture import MUST_GAIN_SHARE, WorkloadMix
 from honed.recalib.training.pace import Pace
 from honed.recalib.training.progress import OperationError
 from honed.recalib.training.training_run import TrainingRun
@@ -114,6 +115,32 @@ def test_makes_a_version_that_is_better_in_the_type_it_is_stored_in(site):
     assert (manifest.parent, manifest.note, manifest.bytes) == (site.parent.version, "drift", site.parent.bytes)
     assert {g.workload: g.must_gain for g in result.gate} == {"a": False, "b": True}
     assert result.train_seconds <= result.elapsed_s
+
+
+def test_old_traffic_is_drawn_and_kept_while_the_rate_falls(site, monkeypatch):
+    write_sessions(site.ring, "a", 30)
+    write_sessions(site.ring, "b", 40)
+    mixes, kept, remaining = [], set(), []
+    mix, parts = WorkloadMix.__init__, MicroTrainer.parts
+
+    def note_mix(made, samples, must_gain, share, *more):
+        mixes.append((list(must_gain), share))
+        mix(made, samples, must_gain, share, *more)
+
+    def note_parts(trainer, samples, **more):
+        kept.update((sample.workload, is_kept) for sample, is_kept in zip(samples, more["kept"], strict=True))
+        remaining.append(more["remaining"])
+        return parts(trainer, samples, **more)
+
+    monkeypatch.setattr(WorkloadMix, "__init__", note_mix)
+    monkeypatch.setattr(MicroTrainer, "parts", note_parts)
+    assert site.finish(site.begin(max_steps=20)).ok
+    assert mixes == [(["b"], MUST_GAIN_SHARE)]
+    assert kept == {("a", True), ("b", False)}
+    assert remaining == pytest.approx([1.0 - step / 20 for step in range(20)], abs=0.001)
+    kept.clear()
+    site.finish(site.begin(max_steps=1, workloads=[]))
+    assert {is_kept for _, is_kept in kept} == {False}, "any gain counts there"
 
 
 def test_a_workload_that_drifted_is_learned_from_what_came_since(site):
