@@ -14,7 +14,7 @@ from honed.adapt.monitor.drift import Alarm
 from honed.adapt.protocol import wire
 from honed.daemon.api.app import make_app
 from honed.daemon.errors import ConflictError, StoreError
-from honed.daemon.lifecycle.canaries import ABANDONED_S, LEASE_S
+from honed.daemon.lifecycle.canaries import ABANDONED_S, LEASE_S, PAUSE_S
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings
 from tests.daemon.conftest import wait_for
@@ -552,14 +552,18 @@ def test_ranks_that_run_different_weights_are_told(stage: Stage) -> None:
     assert "its ranks run different weights" in stage.finish(asked)["error"]
 
 
-def test_time_without_traffic_does_not_count_against_a_candidate(stage: Stage) -> None:
+def test_time_without_traffic_does_not_count_against_a_candidate(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     candidate(stage, 1.0)
     stage.engine.serve(lambda: pairs(stage) >= 1, "a pair of windows")
-    trial = stage.service.rollout.trial
+    canaries, trial = stage.service.canaries, stage.service.rollout.trial
     assert trial is not None
     with stage.service.lock:
-        assert trial.canary.settings.max_s < 0.1 * ABANDONED_S
-        night_s = stage.service.monotonic() + 0.9 * ABANDONED_S
-        stage.service.canaries.tick(night_s)
+        before_s, night_s = trial.active_s, 0.9 * ABANDONED_S
+        assert trial.canary.settings.max_s < night_s
+        morning_s = stage.service.monotonic() + night_s
+        monkeypatch.setattr(canaries, "_monotonic", lambda: morning_s)
+        batch = stage.engine.batch(10**6, drafter_version=trial.canary.serving)
+        canaries.on_batch(stage.service.engines.by_id["engine-0"], batch)
+        canaries.tick(morning_s)
+        assert trial.active_s == pytest.approx(before_s + PAUSE_S)
         assert stage.service.rollout.trial is trial
-        assert trial.active_s < 60.0
