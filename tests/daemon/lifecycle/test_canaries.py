@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from honed.adapt.monitor.drift import Alarm
 from honed.adapt.protocol import wire
 from honed.daemon.api.app import make_app
 from honed.daemon.errors import ConflictError, StoreError
+from honed.daemon.ingest.engines import Engine
 from honed.daemon.lifecycle.canaries import ABANDONED_S, LEASE_S, PAUSE_S
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings
@@ -427,7 +429,9 @@ def test_an_engine_that_is_killed_comes_back_into_its_turn(stage: Stage) -> None
     assert stage.engine.live_version == new
 
 
-def test_versions_that_do_not_share_the_cache_get_long_windows(stage: Stage) -> None:
+def with_another_fc(stage: Stage) -> str:
+    """A version as with scope "full": what is in an engine's cache isn't right for it."""
+
     def write(folder: Path) -> None:
         import numpy as np
         from safetensors.numpy import load_file, save_file
@@ -436,8 +440,11 @@ def test_versions_that_do_not_share_the_cache_get_long_windows(stage: Stage) -> 
         tensors = load_file(folder / "model.safetensors")
         save_file(tensors | {"fc.weight": np.zeros((4, 4), np.float32)}, folder / "model.safetensors")
 
-    other = stage.service.drafters.registry.create(write, parent=stage.first, target_path="/models/tiny").version
-    stage.promote(other, force=False)
+    return stage.service.drafters.registry.create(write, parent=stage.first, target_path="/models/tiny").version
+
+
+def test_versions_that_do_not_share_the_cache_get_long_windows(stage: Stage) -> None:
+    stage.promote(with_another_fc(stage), force=False)
     trial = stage.service.rollout.trial
     assert trial is not None
     assert trial.canary.settings.window_s == trial.canary.settings.reset_window_s
@@ -567,3 +574,45 @@ def test_time_without_traffic_does_not_count_against_a_candidate(stage: Stage, m
         canaries.tick(morning_s)
         assert trial.active_s == pytest.approx(before_s + PAUSE_S)
         assert stage.service.rollout.trial is trial
+
+
+def test_a_trial_goes_on_with_its_own_windows_limit_and_time(stage: Stage) -> None:
+    stage.promote(with_another_fc(stage), force=False)
+    trial = stage.service.rollout.trial
+    assert trial is not None
+    with stage.service.lock:
+        trial.canary.settings = replace(trial.canary.settings, max_rounds=5000)
+        trial.active_s = 100.0
+        stage.service.canaries._save(trial)
+    assert stage.service.store.drain(10)
+    with stage.service.lock:
+        stage.service.rollout.trial = None
+        assert stage.service.canaries.load() == {trial.operation_id}
+        resumed = stage.service.rollout.trial
+        assert resumed is not None
+        settings = resumed.canary.settings
+        assert (settings.window_s, settings.max_rounds) == (settings.reset_window_s, 5000)
+        assert resumed.active_s == 100.0
+
+
+def test_a_window_begins_when_its_swap_is_done(stage: Stage) -> None:
+    candidate(stage, 1.0)
+    trial = stage.service.rollout.trial
+    assert trial is not None
+    with stage.service.lock:
+        assert trial.is_swapping
+        asked_s = trial.window_began_s = stage.service.monotonic() - 60.0
+    stage.engine.serve(lambda: not trial.is_swapping, "the swap", rounds=0)
+    assert trial.window_began_s > asked_s
+
+
+def test_a_batch_from_before_an_engine_s_sleep_is_counted(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes after the report of the sleep."""
+    candidate(stage, 1.0)
+    trial = stage.service.rollout.trial
+    assert trial is not None
+    with stage.service.lock, monkeypatch.context() as asleep:
+        asleep.setattr(Engine, "is_asleep", True)
+        batch = stage.engine.batch(10**6, drafter_version=trial.canary.serving)
+        stage.service.canaries.on_batch(stage.service.engines.by_id["engine-0"], batch)
+        assert trial.heard_s > 0.0
