@@ -893,6 +893,21 @@ def test_an_automatic_recalibration_that_failed_is_tried_again(stage: Stage, is_
     assert stage.client.get("/v1/status").json()["drift_alarms"] == []
 
 
+def test_a_dry_run_answers_no_drift(stage: Stage) -> None:
+    stage.serve_workload("b")
+    drift(stage, "b")
+    request = stage.trainer.expect(wire.TrainRequest)
+    stage.trainer.send(wire.TrainResult(operation_id=request.operation_id, ok=False, error="x"))
+    wait_for(lambda: stage.client.get("/v1/status").json()["drift_alarms"], "the alarm to stand again")
+    operation_id, _ = stage.recalibrate(workloads=["b"], dry_run=True)
+    stage.trainer.send(wire.TrainResult(operation_id=operation_id, ok=True))
+    stage.wait_state(operation_id, "succeeded")
+    with stage.service.lock:
+        stage.service.tick(stage.service.monotonic())
+    (standing,) = stage.client.get("/v1/status").json()["drift_alarms"]
+    assert standing["workload"] == "b"
+
+
 def test_what_keeps_drift_from_being_answered_is_said(stage: Stage) -> None:
     stage.serve_workload("b")
     stage.service.recalibrations._settings = stage.service.settings.recalibration.model_copy(update={"scope": "full"})
