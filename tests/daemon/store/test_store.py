@@ -608,6 +608,53 @@ def test_a_restart_of_the_daemon_alone_counts_its_absence(folder: Path) -> None:
     db.close()
 
 
+DAY_S, YEARS_S = 86400.0, 10 * 365 * 86400.0
+
+
+@pytest.fixture
+def start(folder: Path, machine: Machine) -> Iterator[Callable[[], Callable[[float], float]]]:
+    """Start a daemon, whose result lets time pass and returns the clock of ages."""
+    db = connect(folder / "aged.db")
+    migrations.apply(db)
+
+    def started() -> Callable[[float], float]:
+        age = AgeClock(db, wall=lambda: machine.wall_s, uptime=lambda: machine.up_s)
+
+        def after(seconds: float) -> float:
+            age.save(db)
+            machine.passes(seconds)
+            age.save(db)
+            return age.now_s()
+
+        return after
+
+    yield started
+    db.close()
+
+
+def test_a_clock_that_jumps_before_the_day_is_over_is_not_believed(start: Callable[..., Any], machine: Machine) -> None:
+    start()(2 * DAY_S)
+    machine.is_off(1800.0)
+    after = start()
+    before_s = after(0.98 * DAY_S)
+    machine.wall_s += YEARS_S
+    assert after(3600.0) - before_s == pytest.approx(3600.0)
+
+
+def test_the_time_without_power_outlives_a_restart_of_the_daemon(start: Callable[..., Any], machine: Machine) -> None:
+    before_s = start()(2 * DAY_S)
+    machine.is_off(30 * DAY_S)
+    start()(3600.0)
+    assert start()(DAY_S) - before_s == pytest.approx(31 * DAY_S + 3600.0)
+
+
+def test_ages_do_not_shrink_where_the_clock_comes_up_in_the_past(start: Callable[..., Any], machine: Machine) -> None:
+    before_s = start()(2 * DAY_S)
+    machine.is_off(1800.0)
+    machine.wall_s -= YEARS_S
+    assert start()(DAY_S) - before_s == pytest.approx(DAY_S)
+
+
 # --- layout -----------------------------------------------------------------------------------------------------------
 
 
