@@ -292,6 +292,29 @@ def test_batches_wait_while_the_database_is_damaged(folder: Path, monkeypatch: p
     assert acked == [1, 2, 3]
 
 
+def test_what_went_into_a_file_that_is_gone_is_not_acknowledged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, insert = folder / "honed.db", batch_tables.insert
+    acked: list[int] = []
+    store = Store(
+        path,
+        StoreSettings(commit_interval_s=0.0),
+        on_commit=lambda group: acked.extend(item.batch.seq for item in group),
+    )
+    store.start()
+    put(store, stored(make_batch(1)))
+
+    def lose(db: Any, group: list[StoredBatch], now_s: float) -> int:
+        count = insert(db, group, now_s)
+        path.unlink()
+        return count
+
+    monkeypatch.setattr(batch_tables, "insert", lose)
+    store.put(stored(make_batch(2)))
+    wait_for(lambda: store.errors or acked != [1], "the refusal")
+    store.close()
+    assert acked == [1]
+
+
 def test_jobs_run_in_a_transaction_of_their_own(store: Store) -> None:
     def broken(db: Any) -> None:
         db.conn.execute("INSERT INTO marks (t, engine_id, kind, text) VALUES (1, '', 'swap', 'x')")
