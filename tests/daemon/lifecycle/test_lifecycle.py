@@ -233,6 +233,17 @@ def test_an_engine_that_lost_its_weights_gets_its_own_back_where_the_active_ones
     assert stage.engine.live_version == stage.first
 
 
+def test_an_engine_that_stays_behind_is_asked_after_ever_longer_pauses(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_s: list[int] = []
+    with stage.service.lock, monkeypatch.context() as refusing:
+        stage.service.drafters.move({"active": stage.version(1.0)})
+        swaps, now_s = stage.service.swaps, float(int(stage.service.monotonic()))
+        for second in range(32):
+            refusing.setattr(swaps, "begin", lambda *_, second=second: asked_s.append(second))
+            swaps.tick(now_s + second)
+    assert asked_s == [0, 1, 3, 7, 15, 31]
+
+
 def test_weights_that_came_through_vllms_own_endpoint_are_left_alone(stage: Stage) -> None:
     """Until an operator promotes a version: then they are overwritten, and the engine follows again."""
     stage.engine.send_status(drafter_version="foreign")
@@ -304,6 +315,19 @@ def test_what_a_silent_engine_runs_stays(stage: Stage) -> None:
     stage.service.old_versions.remove()
     left = {manifest.version for manifest in stage.service.drafters.registry.versions()}
     assert {stage.first, runs, newest} <= left
+    assert len(left) < 20
+
+
+def test_what_an_engine_came_with_stays(stage: Stage) -> None:
+    """It gets that back where it has lost its weights and the active version isn't for it."""
+    own = stage.version(1.0)
+    with stage.service.lock:
+        stage.service.engines.by_id["engine-0"].boot.own_version = own
+    for number in range(2, 20):
+        stage.version(float(number))
+    stage.service.old_versions.remove()
+    left = {manifest.version for manifest in stage.service.drafters.registry.versions()}
+    assert own in left
     assert len(left) < 20
 
 
