@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from honed.adapt.monitor.canary import LEAST_PAIRS, Canary, CanarySettings, Verdict
+from honed.adapt.monitor.evidence import BETS_SHAPE
 from honed.adapt.protocol.workloads import MAX_WORKLOADS, OTHER_WORKLOAD
 from tests.adapt.simulate import make_batch, simulate_rounds
 
@@ -173,6 +174,10 @@ def test_workloads_are_bounded_and_their_allowances_add_up():
     window(canary, rng, {}, names)
     assert len(canary.figures()) == MAX_WORKLOADS  # all traffic, and all names but "default"
     assert OTHER_WORKLOAD in canary.figures()
+    again = Canary.restored(FAST, json.loads(json.dumps(canary.state())), old_begins=True)
+    for _ in range(2):
+        window(again, rng, {}, [f"more{number}" for number in range(5)])
+    assert again.figures().keys() == canary.figures().keys(), "names keep their places over a restart"
     allowed = sum(np.exp(-FAST.log_bar("worse", number)) for number in range(MAX_WORKLOADS + 1))
     assert allowed <= FAST.false_roll_back
 
@@ -227,6 +232,25 @@ def test_many_hosts_decide_together_what_one_alone_could_not(change, decision):
 @pytest.mark.parametrize(("own", "others"), [(-0.05, 0.05), (0.07, -0.07)])
 def test_a_host_whose_own_traffic_speaks_against_it_does_not_follow(own, others):
     assert joined(own, evidence_of(others), LEAST_PAIRS).decision == "undecided"
+
+
+@pytest.mark.parametrize(
+    ("workloads", "heard", "decision"),
+    [
+        (("a", "b"), ("", "a", "b"), "better"),
+        (("a", "b"), ("",), "undecided"),  # neither is shown to lose little
+        (("a",), ("",), "better"),  # the only one is all traffic
+    ],
+)
+def test_others_show_that_workloads_lose_little(workloads, heard, decision):
+    bets = np.full(BETS_SHAPE, 10.0)
+    bets[0] = -10.0  # nobody's new version looks worse
+    rng, canary = np.random.default_rng(5), Canary(SHORT, "v1", "v2", K, old_begins=True, hears_others=True)
+    canary.hear(dict.fromkeys(heard, bets), 10)
+    for _ in range(2 * LEAST_PAIRS):
+        window(canary, rng, {"v2": CURVE * 1.03}, workloads, size=12)
+    assert canary.verdict.change > 0.0
+    assert canary.verdict.decision == decision
 
 
 def test_hearing_others_makes_a_host_s_own_test_stricter_by_the_half_that_the_common_one_takes():
