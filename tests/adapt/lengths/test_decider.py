@@ -160,6 +160,22 @@ def test_kinds_of_policy(changes, length, reason, fallback):
     assert decider.fallback == fallback
 
 
+def test_without_exploring_a_cold_policy_tries_nothing_else():
+    decider = make_decider(make_policy(step_seconds=[], explore_share=0.0))
+    assert {decider.decide(["a"], 10, 0, 0.0).reason for _ in range(100)} == {"cold"}
+
+
+def test_equal_lengths_are_priced_at_the_noted_contexts():
+    """The longer the contexts, the more a round costs anyway, and the more drafts are worth it."""
+
+    def lengths(context_tokens):
+        step_seconds = list(StepTimeModel.of(base=1e-3, per_token=1e-3, per_context_token=1e-6).parameters)
+        decider = make_decider(make_policy(equal_lengths=True, step_seconds=step_seconds))
+        return decider.decide(["a", "b"], context_tokens, 0, 0.0, [20000, 20000]).num_draft_tokens
+
+    assert lengths(-1) == lengths(40000) != lengths(0)
+
+
 def test_requests_get_lengths_by_their_workload():
     decider = make_decider(make_policy())
     decider.start("x", "good")
