@@ -19,7 +19,12 @@ def build_wheel(folder: Path, names: Iterable[str], files: Iterable[str]) -> Pat
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in files:
         shutil.copy(ROOT / name, source / name)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
-    done = subprocess.run([*command, "-w", str(folder), str(source)], capture_output=True, text=True, check=False)
+    done = pip_wheel(source, folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return next(folder.glob("honed-*.whl"))
+
+
+def pip_wheel(source: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Have pip build the wheel of a source into `folder`."""
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    return subprocess.run([*command, "-w", str(folder), str(source)], capture_output=True, text=True, check=False)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import configparser
 import re
+import shutil
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.build_wheel import build_wheel
+from tests.build_wheel import build_wheel, pip_wheel
 from tests.tools import ROOT
 
 NOT_INSTALLED = {"tests", "benchmarks", "deploy", "docs", "src"}
@@ -50,7 +51,7 @@ def test_every_subfolder_is_a_regular_package() -> None:
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
     """A wheel of what is checked out."""
-    files = ["pyproject.toml", PYPROJECT["project"]["readme"], *PYPROJECT["project"]["license-files"]]
+    files = ["setup.py", "pyproject.toml", PYPROJECT["project"]["readme"], *PYPROJECT["project"]["license-files"]]
     return zipfile.Path(build_wheel(tmp_path_factory.mktemp("wheel"), {"src", *folders()}, files))
 
 
@@ -62,6 +63,20 @@ def test_the_wheel_holds_every_module_and_data_file(wheel: zipfile.Path) -> None
     wanted = {f"honed/{path.relative_to(ROOT).as_posix()}" for name in folders() for path in shipped(name)}
     assert {"honed/adapt/protocol/wire.py", "honed/systemd/honed.service", "honed/dashboards/honed-overview.json"} <= wanted
     assert {name for name in names(wheel) if name.startswith("honed/")} == wanted | {"honed/__init__.py", "honed/py.typed"}
+
+
+def test_a_source_whose_links_are_text_files_is_refused(tmp_path: Path) -> None:
+    """As in GitHub's zip, or with git's core.symlinks=false: pip installed a package without code."""
+    for name in ("setup.py", "pyproject.toml", PYPROJECT["project"]["readme"], *PYPROJECT["project"]["license-files"]):
+        shutil.copy(ROOT / name, tmp_path / name)
+    package = tmp_path / "src" / "honed"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "adapt").write_text("../../adapt")
+    done = pip_wheel(tmp_path, tmp_path)
+    assert done.returncode
+    assert "src/honed/adapt is a text file and not a link" in done.stderr
+    assert "get honed with git clone, or as tar.gz" in done.stderr
 
 
 def test_nothing_is_installed_beside_honed(wheel: zipfile.Path) -> None:
