@@ -25,6 +25,7 @@ from honed.recalib.training.mixture import MUST_GAIN_SHARE, WorkloadMix
 from honed.recalib.training.pace import Pace
 from honed.recalib.training.progress import OperationError
 from honed.recalib.training.training_run import TrainingRun
+from honed.recalib.training.training_state import TrainingState
 from tests.recalib.toy_traffic import WIDTH, make_pair, tokens, write_sessions
 
 SETTINGS = TrainerSettings(
@@ -423,12 +424,19 @@ def trained_weights(monkeypatch):
     return found
 
 
-def test_a_killed_training_is_taken_up_and_ends_with_the_same_weights(site, monkeypatch):
+@pytest.mark.parametrize("micro_steps_per_update", [1, 3])
+def test_a_killed_training_is_taken_up_and_ends_with_the_same_weights(site, monkeypatch, micro_steps_per_update):
     write_sessions(site.ring, "b", 40)
     weights = trained_weights(monkeypatch)
     site.reading_s = 0.001
     # Micro-steps whole: divided by what was measured, they differ in rounding from one run to the next.
-    settings = replace(SETTINGS, max_steps=40, save_state_s=0.01, preempt_budget_s=0.0)
+    settings = replace(
+        SETTINGS,
+        max_steps=40,
+        save_state_s=0.01,
+        preempt_budget_s=0.0,
+        micro_steps_per_update=micro_steps_per_update,
+    )
     site.finish(site.begin(settings))
 
     site.state_dir = site.registry.root.parent / "training"
@@ -436,6 +444,7 @@ def test_a_killed_training_is_taken_up_and_ends_with_the_same_weights(site, monk
     while killed.progress.steps < 25:
         site.now_s += 0.01
         killed.advance()
+        assert killed.result is None, killed.result.error
     assert list(site.state_dir.glob("*.safetensors"))  # and nothing more is heard of it
 
     taken_up = site.begin(settings)
@@ -449,6 +458,36 @@ def test_a_killed_training_is_taken_up_and_ends_with_the_same_weights(site, monk
     for whole, continued in zip(weights[0], weights[1], strict=True):
         assert torch.equal(whole, continued)
     assert not list(site.state_dir.glob("*")), "an operation that is over leaves nothing"
+
+
+def test_saving_takes_a_tenth_of_the_time_at_most(site, monkeypatch):
+    write_sessions(site.ring, "b", 40)
+    saved = []
+
+    def slow(state, tensors, facts):
+        saved.append(facts["progress"]["steps"])
+        site.now_s += 1.0
+        yield
+
+    monkeypatch.setattr(TrainingState, "save", slow)
+    site.reading_s, site.state_dir = 0.001, site.registry.root.parent / "training"
+    site.finish(site.begin(replace(SETTINGS, max_steps=40, save_state_s=0.01)))
+    assert len(saved) == 2
+    assert saved[0] < saved[1] == 40, "and at the end"
+
+
+def test_a_training_that_begins_late_and_is_killed_has_its_share_of_the_time_too(site):
+    write_sessions(site.ring, "b", 40)
+    site.reading_s, site.state_dir = 0.001, site.registry.root.parent / "training"
+    settings = replace(SETTINGS, max_steps=30, save_state_s=0.01)
+    killed = site.begin(settings)
+    while killed.progress.stage == "collecting":
+        killed.advance()
+    site.now_s += 0.7 * SETTINGS.deadline_s
+    while not list(site.state_dir.glob("*.safetensors")):
+        killed.advance()
+    assert killed.progress.steps < 30
+    assert site.finish(site.begin(settings)).steps == 30
 
 
 def test_on_a_cpu_a_micro_step_is_not_divided(site):
