@@ -61,6 +61,17 @@ def test_small_loss_elsewhere_is_borne():
     assert judge(before, after, ["a"], SETTINGS).passed
 
 
+def test_a_session_under_two_labels_counts_once_with_all_of_its_rounds():
+    def both(of_a, of_b):
+        counts = [("a", 40, of_a), ("b", 20, of_b)]
+        return [SessionFigures(f"s-{i}", name, 0, 0, rounds, n) for i in range(6) for name, rounds, n in counts]
+
+    everything = judge(both(40, 20), both(60, 30), [], SETTINGS).figures[0]
+    assert (everything.workload, everything.sessions) == ("", 6)
+    uneven = judge(both(40, 5), both(60, 9), [], SETTINGS).figures[0]
+    assert (uneven.parent, uneven.candidate) == (pytest.approx(1.0 + 45 / 60), pytest.approx(1.0 + 69 / 60))
+
+
 def few(workload, accepted):
     """Six sessions of unlike success."""
     return [SessionFigures(f"{workload}-{i}", workload, 0, 0, 40, count) for i, count in enumerate(accepted)]
