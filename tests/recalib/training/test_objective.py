@@ -14,6 +14,7 @@ from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.drafter.drafter import Vocabulary
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
+from honed.recalib.training.objective import Objective
 from tests.recalib.conftest import SMALL
 
 MakeDrafter = Callable[..., DFlashDrafter]
@@ -84,6 +85,18 @@ def test_the_targets_distribution_is_taken_over_the_words(make_drafter: MakeDraf
     assert MicroTrainer(drafter, settings).step([sample], [1]).loss == pytest.approx(0.0, abs=1e-5)
     drafter.goal_head = None
     assert MicroTrainer(drafter, settings).step([sample], [1]).loss > 0.01
+
+
+def test_kept_and_fresh_blocks_share_by_their_numbers(make_drafter: MakeDrafter) -> None:
+    """Only fresh blocks miss the tokens that can't be drafted: kept ones learn the parent's distribution, not the label."""
+    objective = Objective(make_drafter(), None, TrainingSettings(keep_weight=2.0))
+    words = torch.tensor([[3, -1, 7], [3, 4, 7], [3, 4, 7], [3, -1, 7]])
+    is_kept = torch.tensor([True, True, True, False])
+    weights = objective.weights(is_kept, torch.ones(4, 3, dtype=torch.bool), words)
+    assert float(weights[:3].sum()) == pytest.approx(2.0 * 0.75)
+    assert float(weights[3].sum()) == pytest.approx(0.25)
+    assert torch.equal(weights[0], weights[1])
+    assert weights[3].tolist()[1] == 0.0
 
 
 DFLASH2: dict[str, Any] = {
