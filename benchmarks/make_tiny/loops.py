@@ -30,7 +30,7 @@ class LoopTraining:
     """Length and strength of the unlikelihood phase."""
 
     minutes: float = 5.0
-    """Of the processor."""
+    """Processor time of one thread."""
     ngram_tokens: int = 6
     prompt_tokens: int = 80
     emitted_tokens: int = 72

@@ -23,7 +23,7 @@ class TargetTraining:
     """Length and rates of training. The rates fall with the share of elapsed time, so the end is always annealed."""
 
     minutes: float = 25.0
-    """Of the processor, on one thread: what else runs on the machine changes nothing."""
+    """Processor time of one thread. Other programs on the machine don't change it."""
     sequence_tokens: int = 384
     batch_sequences: int = 10
     matrix_lr: float = 0.02

@@ -186,7 +186,7 @@ class HarmMeter:
         """Whether training may run beside requests in this window."""
         self._is_first = True
         self._seen: dict[bool, tuple[float, float, float, bool]] = {}
-        """Of a pair's windows: cost, share of the time that was trained, share of slow steps, whether training was wanted."""
+        """A pair's windows: cost, share of the time spent training, share of slow steps, whether training was wanted."""
         self._seen_prefills: dict[bool, _Cost] = {}
         self._began_ns = 0
         self._all, self._with_prompts, self._worked_s = _Cost(), _Cost(), 0.0

@@ -216,7 +216,7 @@ class SharedRegistry:
         return known[1]
 
     def _entries(self, folder: str, *, detail: bool) -> list[Any]:
-        """What is in a folder now; nothing if there is none. One that may not be entered isn't taken for that."""
+        """List a folder afresh. A missing folder is empty; one that may not be entered raises PermissionError."""
         self._fs.invalidate_cache()
         try:
             found: list[Any] = self._fs.ls(folder, detail=detail)

@@ -59,7 +59,7 @@ def answers(running: TestEngine, times: int = 1) -> list[list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def references() -> list[list[int]]:
-    """What the same target answers without speculation; windows and sinks must both have changed it."""
+    """The same target's answers without speculation. Windows and sinks must both change them."""
     found = []
     for is_windowed, has_sinks in ((False, False), (True, False), (True, True)):
         if is_windowed:

@@ -49,7 +49,7 @@ def test_a_wrong_value_names_its_variable(name: str, value: str) -> None:
 
 
 def test_a_folder_that_others_may_have_made_first_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In /tmp, to hear what vLLM sends; whoever listened there could ask for the tokens."""
+    """Whoever made it in /tmp would hear what vLLM sends, and could ask for the tokens."""
     shared, folder = tmp_path / "tmp", tmp_path / "tmp" / "honed-1000"
     shared.mkdir()
     shared.chmod(0o1777)

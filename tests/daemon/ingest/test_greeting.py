@@ -24,7 +24,7 @@ class Host:
         self.engines = Engines(store, lost_after_s=10.0)
         self.identify: Callable[[wire.EngineHello], str] = lambda hello: "v0001-abc"
         self.users = {b"peer": User(1000, 1000)}
-        """Of the processes that are connected."""
+        """Users of the connected processes."""
         self.asked: list[User | None] = []
         """Users for whom a checkpoint was read."""
         self.sent: list[wire.Welcome] = []
