@@ -553,6 +553,8 @@ class TrainResult(_Message, frozen=True):
     elapsed_s: Amount = 0.0
     dropped_updates: Count = 0
     """See `TrainerStatus.dropped_updates`."""
+    is_cut_short: bool = False
+    """Whether the trainer's deadline ended the training before its own limits: another one may win more."""
 
 
 class Purge(_Message, frozen=True):

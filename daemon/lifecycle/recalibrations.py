@@ -311,7 +311,7 @@ class Recalibrations:
         gate = msgspec.to_builtins(result.gate)
         detail: dict[str, Any] = {"gate": gate, "version": result.version, "steps": result.steps}
         detail |= {"tokens": result.tokens, "train_seconds": result.train_seconds, "elapsed_s": result.elapsed_s}
-        detail["dropped_updates"] = result.dropped_updates
+        detail |= {"dropped_updates": result.dropped_updates, "is_cut_short": result.is_cut_short}
         if not result.ok or (not result.version and not operation.detail.get("dry_run")):
             self._end_training("failed", result.error or "no candidate passed the gate", **detail)
             return

@@ -33,7 +33,7 @@ def families(service: Service) -> Iterator[Metric]:
     computing.add_metric([], *trainer.computing.exposition())
     yield computing
     unanswered = "Drift alarms that no recalibration has answered, or is answering."
-    yield gauge("honed_drift_alarms_unanswered", unanswered, len(service.recalibrations.alarms.view(service.monotonic())))
+    yield gauge("honed_drift_alarms_unanswered", unanswered, service.recalibrations.alarms.num_unanswered)
     if view is not None:
         yield gauge("honed_gpu_idle_ratio", "Share of time when the trainer could work.", view["idle_ratio"])
         beside = "Training beside requests since the trainer's start."

@@ -161,6 +161,8 @@ def _of_training(status: dict[str, Any]) -> Iterator[Finding]:
 
 def _unanswered(alarm: dict[str, Any], hindrance: str) -> Finding:
     place = f"workload {alarm.get('workload')!r} of engine {alarm.get('engine_id')} drifted"
+    if alarm.get("partial_answers"):
+        place = f"drift of workload {alarm.get('workload')!r} of engine {alarm.get('engine_id')} is answered in part"
     if not (times := alarm.get("failed_attempts") or 0):
         return Finding("warning", f"{place}, but no recalibration can start: {hindrance}")
     tried = "its recalibration failed" if times == 1 else f"{times} recalibrations of it failed"

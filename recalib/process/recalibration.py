@@ -331,6 +331,7 @@ class Recalibration:
             train_seconds=progress.train_seconds,
             elapsed_s=self.elapsed_s,
             dropped_updates=progress.dropped_updates,
+            is_cut_short=progress.is_cut_short,
         )
 
 

@@ -26,6 +26,8 @@ class Progress:
     dropped_updates: int = 0
     """Updates whose loss or gradient wasn't finite."""
     train_seconds: float = 0.0
+    is_cut_short: bool = False
+    """Whether waiting ended the training before its limits (`max_steps`, `max_seconds`)."""
     is_saving: bool = False
     """Whether the next unit only writes the training's state to the disk."""
     carried_s: float = 0.0

@@ -207,6 +207,7 @@ class TrainingRun:
         if trainer.is_between_updates and progress.train_seconds > saved_s:
             yield from self._save(trainer, mix)  # the gate may be interrupted as well
             yield
+        progress.is_cut_short = self._done_by_limits < 1.0
         if not trainer.num_updates:
             raise OperationError(f"no time was left for an update: {self._waited_s():.0f} s went by {_WAITING}")
         trainer.finish()
@@ -215,10 +216,14 @@ class TrainingRun:
     @property
     def _done(self) -> float:
         """Share of the training that is over."""
-        progress = self._progress
-        by_limits = max(progress.steps / progress.max_steps, progress.train_seconds / self._request.max_seconds)
         waited_s = self._waited_s() - self._waited_then_s
-        return max(by_limits, waited_s / (TRAINING_SHARE * max(self._settings.deadline_s - self._waited_then_s, 1.0)))
+        most_s = TRAINING_SHARE * max(self._settings.deadline_s - self._waited_then_s, 1.0)
+        return max(self._done_by_limits, waited_s / most_s)
+
+    @property
+    def _done_by_limits(self) -> float:
+        progress = self._progress
+        return max(progress.steps / progress.max_steps, progress.train_seconds / self._request.max_seconds)
 
     def _micro_step(self, trainer: MicroTrainer, mix: WorkloadMix, pace: Pace) -> Iterator[None]:
         """Do one micro-step in parts; time between them isn't training time."""

@@ -167,6 +167,8 @@ def operation(document: Document) -> RenderableType:
     parts: list[RenderableType] = [operations([document])]
     if detail.get("gate"):
         parts.append(gate(detail["gate"]))
+    if detail.get("is_cut_short"):
+        parts.append(Text(f"trainer.deadline_s ended the training: {steps_line(detail)}", "yellow"))
     if detail.get("pause_ms") is not None:
         parts.append(swap_line(detail))
     return Group(*parts)

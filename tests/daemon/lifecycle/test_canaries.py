@@ -19,6 +19,7 @@ from honed.daemon.ingest.engines import Engine
 from honed.daemon.lifecycle.canaries import ABANDONED_S, LEASE_S, PAUSE_S
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings
+from honed.daemon.views.findings import findings
 from tests.daemon.conftest import wait_for
 from tests.daemon.fake_engine import FakeTrainer, ServingEngine
 from tests.daemon.lifecycle.test_lifecycle import Stage, check_pause, drift, first_life, write_checkpoint
@@ -370,6 +371,33 @@ def test_drift_whose_candidate_is_refused_by_the_engine_stands_again(stage: Stag
     (standing,) = stage.client.get("/v1/status").json()["drift_alarms"]
     assert standing["failed_attempts"] == 1
     assert "no room for the staged weights" in standing["hindrance"]
+
+
+def test_a_training_that_was_cut_short_goes_on_from_the_version_that_it_won(stage: Stage) -> None:
+    stage.serve_workload("default")
+    drift(stage, "default")
+    request = stage.trainer.expect(wire.TrainRequest)
+    new = stage.version(1.0)
+    stage.engine.acceptance = {stage.first: 0.4, new: 0.8}
+    result = wire.TrainResult(operation_id=request.operation_id, ok=True, version=new, steps=90, is_cut_short=True)
+    stage.trainer.send(result)
+    assert stage.finish(request.operation_id)["state"] == "succeeded"
+    with stage.service.lock:
+        stage.service.tick(stage.service.monotonic())
+    status = stage.client.get("/v1/status").json()
+    assert [(one["partial_answers"], one["failed_attempts"]) for one in status["drift_alarms"]] == [(1, 0)]
+    assert not [one.text for one in findings(status) if "drift" in one.text]
+    with stage.service.lock:
+        stage.service.tick(stage.service.monotonic() + stage.service.settings.recalibration.min_interval_s)
+    again = stage.trainer.expect(wire.TrainRequest)
+    assert (again.parent_version, again.workloads, again.since_s) == (new, ["default"], request.since_s)
+    assert again.error_share == request.error_share
+    figures = wire.GateFigures("default", sessions=9, parent=1.5, candidate=1.5, gain_low=0.9, gain_high=1.1, passed=False)
+    stage.trainer.send(wire.TrainResult(operation_id=again.operation_id, ok=True, error="gate: no sure gain", gate=[figures]))
+    stage.wait_state(again.operation_id, "failed")
+    with stage.service.lock:
+        stage.service.tick(stage.service.monotonic())
+    assert stage.client.get("/v1/status").json()["drift_alarms"] == []
 
 
 def test_drift_that_is_found_during_a_trial_is_answered_after_it(stage: Stage) -> None:

@@ -157,6 +157,56 @@ def test_an_alarm_that_comes_again_begins_no_new_attempts() -> None:
     assert [one.num_failed for one in alarms.due(1e9)] == [0]
 
 
+def answer_in_part(alarms: DriftAlarms, now_s: float) -> None:
+    """A recalibration of b whose training was cut short succeeds."""
+    cut = replace(operation(), detail={"parent": "v0001-x", "workloads": ["b"], "gate": [{}], "is_cut_short": True})
+    alarms.answered_by(cut, ["e"], ["b"], now_s)
+    cut.state = "succeeded"
+    alarms.tick(now_s)
+
+
+def test_a_training_that_was_cut_short_is_followed_by_others_until_one_wins_nothing() -> None:
+    alarms = DriftAlarms(PAUSE_S)
+    alarms.note("e", replace(alarm("b"), since_s=7.0))
+    alarms.note("f", alarm("b"))
+    fail(alarms, 0.0)
+    for number in range(1, 8):
+        answer_in_part(alarms, now_s := 1000.0 * number)
+        (view,) = alarms.view(now_s)
+        assert (view["engine_id"], view["failed_attempts"], view["partial_answers"]) == ("e", 0, number)
+        assert (view["due_in_s"], view["hindrance"], alarms.num_unanswered) == (PAUSE_S, "", 0)
+        (due,) = alarms.due(now_s + PAUSE_S)
+        assert (due.alarm.since_s, due.num_judged) == (7.0, 0), "it learns from all samples since the drift began"
+    tried = replace(operation(), detail={"gate": [{}]})
+    alarms.answered_by(tried, ["e"], ["b"], 9000.0)
+    tried.state, tried.error = "failed", "no sure gain"
+    alarms.tick(9000.0)
+    assert alarms.view(9000.0) == []
+
+
+def test_what_keeps_the_next_part_from_being_tried_is_no_verdict() -> None:
+    saved: list[str] = []
+    alarms = DriftAlarms(PAUSE_S, saved.append)
+    alarms.note("e", alarm("b"))
+    answer_in_part(alarms, 0.0)
+    fail(alarms, 200.0, "too few samples")
+    alarms.load(saved[-1], lambda operation_id: None, 200.0)
+    (view,) = alarms.view(200.0)
+    assert (view["failed_attempts"], view["partial_answers"], view["hindrance"]) == (1, 1, "too few samples")
+    for _ in range(MAX_ATTEMPTS - 1):
+        fail(alarms, 1e6, "too few samples")
+    assert alarms.view(1e6) == [], "what was won stays won: nothing is left to warn of"
+
+
+def test_drift_after_an_answer_in_part_is_answered_at_once() -> None:
+    alarms = DriftAlarms(PAUSE_S)
+    alarms.note("e", alarm("b"))
+    answer_in_part(alarms, 0.0)
+    alarms.note("e", alarm("b", "lost again"))
+    (due,) = alarms.due(0.0)
+    assert (due.alarm.text, due.num_partial, alarms.num_unanswered) == ("lost again", 0, 1)
+
+
 def test_the_time_at_which_drift_began_is_that_of_all_the_workloads_asked_for() -> None:
     alarms = DriftAlarms(10.0)
     for workload, since_s in (("a", 500.0), ("b", 300.0), ("c", 0.0)):

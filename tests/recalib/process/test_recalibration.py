@@ -256,6 +256,7 @@ def test_where_little_time_is_left_for_training_what_was_learned_is_judged(site)
     result = site.finish(operation)
     assert result.ok
     assert 120 <= result.steps <= 121 < SETTINGS.max_steps
+    assert result.is_cut_short
     assert result.gate
 
 
@@ -268,6 +269,7 @@ def test_a_training_that_begins_late_has_half_of_what_is_left(site):
     site.now_s += 0.7 * SETTINGS.deadline_s
     result = site.finish(operation)
     assert result.steps == SETTINGS.max_steps
+    assert not result.is_cut_short
     assert result.version
 
 

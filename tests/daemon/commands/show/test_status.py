@@ -224,6 +224,13 @@ def test_an_operation_shows_gate_and_pause() -> None:
     text = text_of(show.operation({"operation_id": "op-1", "state": "succeeded", "detail": detail}))
     assert "3.21 ms pause, 40.0 ms staging" in text
     assert "op-1" in text
+    assert "deadline_s" not in text
+
+
+def test_an_operation_says_that_its_training_was_cut_short() -> None:
+    detail = {"is_cut_short": True, "steps": 90, "max_steps": 1600, "train_seconds": 25.0, "max_seconds": 600.0}
+    text = text_of(show.operation({"operation_id": "op-1", "state": "succeeded", "detail": detail}))
+    assert "trainer.deadline_s ended the training: step 90/1,600, 25 of at most 600 s" in text
 
 
 def test_training_beside_requests_says_what_it_costs() -> None:
