@@ -383,7 +383,7 @@ def settings_of(plan: Plan, runtime_dir: Path) -> Document:
         "paths": {"runtime_dir": runtime_dir, "state_dir": plan.out / "state"},
         "http": {"metrics_listen": f"127.0.0.1:{free_port()}"},
         "controller": {"capture_share": 1.0},
-        "recalibration": {"max_seconds": plan.train_seconds, "min_interval_s": 0.0},
+        "recalibration": {"max_seconds": plan.train_seconds, "min_interval_s": 3600.0},
         "trainer": {"max_steps": plan.train_steps},
     }
 

@@ -147,14 +147,14 @@ class OverrideView(BaseModel):
 
 
 class DriftAlarmView(BaseModel):
-    """Drift that a recalibration has not answered yet, or only in part."""
+    """Drift that a recalibration has not answered yet, or perhaps not wholly."""
 
     engine_id: str
     workload: str
     text: str
     failed_attempts: int
-    partial_answers: int
-    """Recalibrations whose training was cut short, and whose version is active: another one follows."""
+    answers: int
+    """Recalibrations that won something for it; another one follows, since more may be won."""
     due_in_s: float | None
     """Seconds to the next attempt; 0: as soon as possible; null: given up."""
     hindrance: str

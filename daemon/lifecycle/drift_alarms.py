@@ -4,8 +4,8 @@ The detector raises an alarm once and then learns a new reference. The alarm sta
 is active. A failed attempt is repeated, each time after twice the pause. After MAX_ATTEMPTS the alarm is given up, and stays
 until an operator recalibrates or a newer alarm replaces it.
 
-A training that its deadline cut short may have won only a part. Another one follows after the pause, from the version that it
-made, as long as each of them wins something.
+One training may win only a part of what there is. After one that won another follows after the pause, from the version that it
+made. The first one that wins nothing, or little although it wasn't cut short, is the last.
 
 While two versions take turns, an alarm concerns both. It waits for the trial's end and is dropped only if one was worse.
 
@@ -37,6 +37,10 @@ FIRST_ERROR_SHARE = 0.5
 """The first attempt's part of the gate's error; the others have equal parts of the rest."""
 
 
+WORTH_MORE = 1.01
+"""Gain of a whole training on its own workload after which another one is worth its time."""
+
+
 def error_share(num_judged: int) -> float:
     """Return the part of the gate's error for an attempt after so many that the gate refused."""
     return (1.0 - FIRST_ERROR_SHARE) / (MAX_ATTEMPTS - 1) if num_judged else FIRST_ERROR_SHARE
@@ -55,8 +59,8 @@ class Standing:
     """Reason why the latest attempt failed."""
     num_judged: int = 0
     """Attempts whose candidate the gate looked at, each of which spends a part of its error."""
-    num_partial: int = 0
-    """Recalibrations that answered it in part: their training was cut short, their version is active."""
+    num_answers: int = 0
+    """Recalibrations that won something for it; another one follows."""
 
     @property
     def is_given_up(self) -> bool:
@@ -69,7 +73,7 @@ class Standing:
             "workload": self.alarm.workload,
             "text": self.alarm.text,
             "failed_attempts": self.num_failed,
-            "partial_answers": self.num_partial,
+            "answers": self.num_answers,
             "due_in_s": None if self.is_given_up else max(self.due_s - now_s, 0.0),
             "hindrance": self.hindrance,
         }
@@ -130,7 +134,7 @@ class DriftAlarms:
         """Add an alarm, which replaces an older one of its workload. One that says the same is due when the older one was."""
         older = self._standing.pop((engine_id, alarm.workload), None)
         one = Standing(engine_id, alarm)
-        is_tried = older is not None and not older.is_given_up and not older.num_partial
+        is_tried = older is not None and not older.is_given_up and not older.num_answers
         if older is not None and is_tried and older.alarm.kind == alarm.kind:
             one = replace(older, alarm=alarm)
         self._standing[engine_id, alarm.workload] = one
@@ -177,8 +181,7 @@ class DriftAlarms:
     def tick(self, now_s: float) -> None:
         """Check if the alarms' recalibration, canary included, has ended; if it failed, they become due again.
 
-        If it was cancelled, they don't: an operator has taken over. If it was cut short and succeeded, they do, until the
-        first one that wins nothing more.
+        If it was cancelled, they don't: an operator has taken over. If it succeeded, they do as long as more may be won.
         """
         if self._answer is None or not self._answer[0].is_finished:
             return
@@ -186,16 +189,15 @@ class DriftAlarms:
         if operation.state != "failed":
             if operation.state == "succeeded":
                 self._drop_answered(operation)
-                self._answer_in_part(operation, answered, now_s)
+                self._go_on(operation, answered, now_s)
             self._keep()
             return
         was_judged = bool(operation.detail.get("gate"))
         for one in answered:
             one.num_failed += 1
             one.num_judged += was_judged
-            if one.num_partial and (was_judged or one.is_given_up):
-                why = "more training wins nothing" if was_judged else operation.error
-                log.info("no more training answers this drift", workload=one.alarm.workload, parts=one.num_partial, why=why)
+            if one.num_answers and (was_judged or one.is_given_up):
+                log.info("drift is answered", workload=one.alarm.workload, answers=one.num_answers, last=operation.error)
                 continue
             one.hindrance = operation.error
             one.due_s = now_s + self._pause_after(one.num_failed)
@@ -204,13 +206,15 @@ class DriftAlarms:
             self._standing.setdefault((one.engine_id, one.alarm.workload), one)
         self._keep()
 
-    def _answer_in_part(self, operation: Operation, answered: Sequence[Standing], now_s: float) -> None:
-        """Let an alarm stand for another recalibration if the training was cut short."""
-        if not operation.detail.get("is_cut_short"):
+    def _go_on(self, operation: Operation, answered: Sequence[Standing], now_s: float) -> None:
+        """Let alarms stand for another recalibration if this one was cut short, or won much."""
+        gate = operation.detail.get("gate") or []
+        won = max((row["candidate"] / row["parent"] for row in gate if row.get("must_gain")), default=1.0)
+        if won < WORTH_MORE and not operation.detail.get("is_cut_short"):
             return
         for one in answered:
-            part = Standing(one.engine_id, one.alarm, due_s=now_s + self._pause_s, num_partial=one.num_partial + 1)
-            self._standing.setdefault((one.engine_id, one.alarm.workload), part)
+            next_one = Standing(one.engine_id, one.alarm, due_s=now_s + self._pause_s, num_answers=one.num_answers + 1)
+            self._standing.setdefault((one.engine_id, one.alarm.workload), next_one)
 
     def _drop_answered(self, operation: Operation) -> None:
         """Drop what other engines said of the version that has been replaced: a replica sees the same traffic drift."""
@@ -254,8 +258,8 @@ class DriftAlarms:
 
     @property
     def num_unanswered(self) -> int:
-        """Alarms that no recalibration has answered, not even in part."""
-        return sum(not one.num_partial for one in (*self._standing.values(), *self._held.values()))
+        """Alarms for which no recalibration has won anything yet."""
+        return sum(not one.num_answers for one in (*self._standing.values(), *self._held.values()))
 
     def view(self, now_s: float) -> list[dict[str, Any]]:
         """Documents for the API."""

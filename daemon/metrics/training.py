@@ -32,7 +32,7 @@ def families(service: Service) -> Iterator[Metric]:
     computing = HistogramMetricFamily("honed_training_preemption_computing_seconds", "Compute time of the trainer within it.")
     computing.add_metric([], *trainer.computing.exposition())
     yield computing
-    unanswered = "Drift alarms that no recalibration has answered, or is answering."
+    unanswered = "Drift alarms that no recalibration has answered, or is answering; not those for which more may be won."
     yield gauge("honed_drift_alarms_unanswered", unanswered, service.recalibrations.alarms.num_unanswered)
     if view is not None:
         yield gauge("honed_gpu_idle_ratio", "Share of time when the trainer could work.", view["idle_ratio"])

@@ -149,7 +149,7 @@ def _of_training(status: dict[str, Any]) -> Iterator[Finding]:
     if error := (status.get("shared_registry") or {}).get("last_error"):
         yield Finding("warning", f"versions can't be shared with other hosts: {error}")
     for alarm in status.get("drift_alarms") or []:
-        if hindrance := alarm.get("hindrance"):
+        if (hindrance := alarm.get("hindrance")) and not alarm.get("answers"):
             yield _unanswered(alarm, hindrance)
     if not (status.get("drafters") or {}).get("active"):
         yield Finding("warning", "no drafter version is active: the first engine whose drafter can be trained registers one")
@@ -161,8 +161,6 @@ def _of_training(status: dict[str, Any]) -> Iterator[Finding]:
 
 def _unanswered(alarm: dict[str, Any], hindrance: str) -> Finding:
     place = f"workload {alarm.get('workload')!r} of engine {alarm.get('engine_id')} drifted"
-    if alarm.get("partial_answers"):
-        place = f"drift of workload {alarm.get('workload')!r} of engine {alarm.get('engine_id')} is answered in part"
     if not (times := alarm.get("failed_attempts") or 0):
         return Finding("warning", f"{place}, but no recalibration can start: {hindrance}")
     tried = "its recalibration failed" if times == 1 else f"{times} recalibrations of it failed"

@@ -385,7 +385,7 @@ def test_a_training_that_was_cut_short_goes_on_from_the_version_that_it_won(stag
     with stage.service.lock:
         stage.service.tick(stage.service.monotonic())
     status = stage.client.get("/v1/status").json()
-    assert [(one["partial_answers"], one["failed_attempts"]) for one in status["drift_alarms"]] == [(1, 0)]
+    assert [(one["answers"], one["failed_attempts"]) for one in status["drift_alarms"]] == [(1, 0)]
     assert not [one.text for one in findings(status) if "drift" in one.text]
     with stage.service.lock:
         stage.service.tick(stage.service.monotonic() + stage.service.settings.recalibration.min_interval_s)

@@ -157,12 +157,25 @@ def test_an_alarm_that_comes_again_begins_no_new_attempts() -> None:
     assert [one.num_failed for one in alarms.due(1e9)] == [0]
 
 
-def answer_in_part(alarms: DriftAlarms, now_s: float) -> None:
-    """A recalibration of b whose training was cut short succeeds."""
-    cut = replace(operation(), detail={"parent": "v0001-x", "workloads": ["b"], "gate": [{}], "is_cut_short": True})
-    alarms.answered_by(cut, ["e"], ["b"], now_s)
-    cut.state = "succeeded"
+def win(alarms: DriftAlarms, now_s: float, gain: float = 1.003, *, is_cut_short: bool = True) -> None:
+    """A recalibration of b succeeds."""
+    gate = [{"workload": "a", "parent": 2.0, "candidate": 2.1}]
+    gate += [{"workload": "b", "parent": 2.0, "candidate": 2.0 * gain, "must_gain": True}]
+    detail = {"parent": "v0001-x", "workloads": ["b"], "gate": gate, "is_cut_short": is_cut_short}
+    won = replace(operation(), detail=detail)
+    alarms.answered_by(won, ["e"], ["b"], now_s)
+    won.state = "succeeded"
     alarms.tick(now_s)
+
+
+@pytest.mark.parametrize(("gain", "is_last"), [(1.011, False), (1.009, True)])
+def test_after_a_whole_training_that_won_much_another_follows(gain: float, is_last: bool) -> None:
+    alarms = DriftAlarms(PAUSE_S)
+    alarms.note("e", alarm("b"))
+    win(alarms, 0.0, 1.2, is_cut_short=False)
+    assert [one["answers"] for one in alarms.view(0.0)] == [1]
+    win(alarms, 200.0, gain, is_cut_short=False)
+    assert [one["answers"] for one in alarms.view(200.0)] == ([] if is_last else [2])
 
 
 def test_a_training_that_was_cut_short_is_followed_by_others_until_one_wins_nothing() -> None:
@@ -171,9 +184,9 @@ def test_a_training_that_was_cut_short_is_followed_by_others_until_one_wins_noth
     alarms.note("f", alarm("b"))
     fail(alarms, 0.0)
     for number in range(1, 8):
-        answer_in_part(alarms, now_s := 1000.0 * number)
+        win(alarms, now_s := 1000.0 * number)
         (view,) = alarms.view(now_s)
-        assert (view["engine_id"], view["failed_attempts"], view["partial_answers"]) == ("e", 0, number)
+        assert (view["engine_id"], view["failed_attempts"], view["answers"]) == ("e", 0, number)
         assert (view["due_in_s"], view["hindrance"], alarms.num_unanswered) == (PAUSE_S, "", 0)
         (due,) = alarms.due(now_s + PAUSE_S)
         assert (due.alarm.since_s, due.num_judged) == (7.0, 0), "it learns from all samples since the drift began"
@@ -184,27 +197,27 @@ def test_a_training_that_was_cut_short_is_followed_by_others_until_one_wins_noth
     assert alarms.view(9000.0) == []
 
 
-def test_what_keeps_the_next_part_from_being_tried_is_no_verdict() -> None:
+def test_what_keeps_the_next_one_from_being_tried_is_no_verdict() -> None:
     saved: list[str] = []
     alarms = DriftAlarms(PAUSE_S, saved.append)
     alarms.note("e", alarm("b"))
-    answer_in_part(alarms, 0.0)
+    win(alarms, 0.0)
     fail(alarms, 200.0, "too few samples")
     alarms.load(saved[-1], lambda operation_id: None, 200.0)
     (view,) = alarms.view(200.0)
-    assert (view["failed_attempts"], view["partial_answers"], view["hindrance"]) == (1, 1, "too few samples")
+    assert (view["failed_attempts"], view["answers"], view["hindrance"]) == (1, 1, "too few samples")
     for _ in range(MAX_ATTEMPTS - 1):
         fail(alarms, 1e6, "too few samples")
     assert alarms.view(1e6) == [], "what was won stays won: nothing is left to warn of"
 
 
-def test_drift_after_an_answer_in_part_is_answered_at_once() -> None:
+def test_drift_after_an_answer_is_answered_at_once() -> None:
     alarms = DriftAlarms(PAUSE_S)
     alarms.note("e", alarm("b"))
-    answer_in_part(alarms, 0.0)
+    win(alarms, 0.0)
     alarms.note("e", alarm("b", "lost again"))
     (due,) = alarms.due(0.0)
-    assert (due.alarm.text, due.num_partial, alarms.num_unanswered) == ("lost again", 0, 1)
+    assert (due.alarm.text, due.num_answers, alarms.num_unanswered) == ("lost again", 0, 1)
 
 
 def test_the_time_at_which_drift_began_is_that_of_all_the_workloads_asked_for() -> None:
