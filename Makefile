@@ -170,7 +170,7 @@ contract: setup
 	@$(BIN)/python -m pytest tests/attach/contract/test_contract.py
 
 # Every benchmark is one module of benchmarks/, which says in its docstring what it measures and how long it takes.
-BENCHMARKS := decide hotpath scrape regret trees trees-replay kernels against-vllm canary fleet gate swap capture yield busy overhead recalib adapt against-speculators
+BENCHMARKS := decide hotpath scrape gain regret trees trees-replay kernels against-vllm canary fleet gate swap capture yield busy overhead recalib adapt against-speculators
 MODULE_kernels := kernel_bench
 MODULE_yield := latency.yielding
 MODULE_busy := latency.busy

@@ -8,6 +8,8 @@ does to the ratios.
 
     itl_mean, itl_p99     time between a stream's chunks (a verify round each): the mean a token, and p99 of the chunks
     ttft_mean             time to the first token
+    won                   accepted tokens that the candidate won per 1,000 requests of the workload that it was trained for, as
+                          the gate expects them, and the seconds of training
 
 The trainer's budget holds the mean alone (`trainer.p99_budget` is 10): steps on two shared cores are rarely the same twice.
 
@@ -104,7 +106,7 @@ def main() -> int:
         return 1
     keep(result, "busy", arguments.out)
     loads = result["loads"]
-    names = ("recalibrated", "seconds", *(f"{name}_ratio" for name in FIGURES), "same_twice", "trainer")
+    names = ("recalibrated", "seconds", "won", *(f"{name}_ratio" for name in FIGURES), "same_twice", "trainer")
     print(json.dumps({name: {load: one[name] for load, one in loads.items()} for name in names}), flush=True)
     return 0 if all(one["recalibrated"] for one in loads.values()) else 1
 
@@ -183,13 +185,15 @@ class Load:
             finally:
                 self._is_over = True
                 await arrivals
-        gate = (view.get("detail") or {}).get("gate") or []
+        detail = view.get("detail") or {}
+        gate = detail.get("gate") or []
         return {
             "recalibrated": view.get("state") == "succeeded" and bool(gate),
             "error": view.get("error") or "",
             "seconds": round(seconds, 1),
             "rate_per_s": round(self._rate, 3),
             "gate": gate,
+            "won": won(gate, self._plan.max_tokens) | {"train_seconds": round(detail.get("train_seconds") or 0.0, 1)},
             "trainer": trainer,
             **{f"{name}_ratio": ratio(trained, name) for name in FIGURES},
             "same_twice": {f"{name}_ratio": ratio(same, name) for name in FIGURES},
@@ -258,6 +262,14 @@ class Load:
         client = self._at.client
         asked = client.get(path) if method == "GET" else client.post(path, body or {})
         return dict(asked)
+
+
+def won(gate: Sequence[Document], tokens: int) -> Document:
+    """Accepted tokens won per 1,000 requests of so many tokens: of n tokens n - n / acceptance length are accepted drafts."""
+    for row in gate:
+        if row.get("must_gain"):
+            return {"per_1000_requests": round(1000 * tokens * (1 / row["parent"] - 1 / row["candidate"]))}
+    return {}
 
 
 def ratio(pairs: Sequence[Pair], name: str, seed: int = 0) -> Document:

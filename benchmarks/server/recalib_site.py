@@ -99,8 +99,13 @@ class Site:
             "gate": {g.workload: round(g.candidate / g.parent, 4) for g in result.gate},
         }
         if result.version:
+            told["version"] = result.version
             told["copy_ms"] = round(self.engine.swap(result.version, self.registry.path(result.version)), 2)
         return told
+
+    def go_on_from(self, version: str) -> None:
+        """Train from this version from now on."""
+        self.parent = self.registry.get(version)
 
     def swap_back(self) -> None:
         """Swap back to the original drafter, for the next recalibration."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.latency.busy import Block, Pair, ratio
+from benchmarks.latency.busy import Block, Pair, ratio, won
 
 
 def block(gap_s: float, first_s: float, requests: int = 20) -> Block:
@@ -36,3 +36,11 @@ def test_longer_blocks_count_more() -> None:
 def test_without_requests_there_is_no_ratio() -> None:
     assert ratio([], "itl_mean") == {}
     assert ratio([{"on": Block(), "off": block(0.01, 0.1)}], "itl_mean") == {}
+
+
+def test_what_a_candidate_wins_is_counted_in_accepted_tokens() -> None:
+    """32 tokens take 16 rounds at a length of 2, and 12.8 at 2.5: 3.2 more of them are accepted drafts."""
+    other = {"workload": "a", "parent": 2.0, "candidate": 9.0}
+    gate = [other, {"workload": "b", "parent": 2.0, "candidate": 2.5, "must_gain": True}]
+    assert won(gate, 32) == {"per_1000_requests": 3200}
+    assert won([other], 32) == {}
