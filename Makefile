@@ -174,6 +174,7 @@ BENCHMARKS := decide hotpath scrape gain regret trees trees-replay kernels again
 MODULE_kernels := kernel_bench
 MODULE_yield := latency.yielding
 MODULE_busy := latency.busy
+MODULE_gain := simulated.gain
 MODULE_trees-replay := simulated.trees_replay
 MODULE_against-speculators := peers.against_speculators
 bench: $(BENCHMARKS:%=bench-%)

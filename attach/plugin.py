@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from honed.attach.engine.environment import RUNTIME_DIR, wants_tree_graphs, wants_trees
+from honed.adapt.protocol.attach_variables import RUNTIME_DIR, wants_tree_graphs, wants_trees
 
 
 def register() -> None:

@@ -1,4 +1,4 @@
-"""Environment variables that switch on honed inside vLLM: vLLM's processes inherit nothing else from honed."""
+"""Settings of honed inside vLLM, from the environment variables that switch it on."""
 
 from __future__ import annotations
 
@@ -8,25 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from honed.adapt.protocol.fields import check_engine_id
+from honed.adapt.protocol import attach_variables as variables
+from honed.adapt.protocol.attach_variables import RUNTIME_DIR, VARIABLES
 from honed.adapt.protocol.folder_owner import why_untrusted
 
-RUNTIME_DIR = "HONED_RUNTIME_DIR"
-VARIABLES = (
-    RUNTIME_DIR,
-    "HONED_ENGINE_ID",
-    "HONED_CAPTURE",
-    "HONED_RING_BYTES",
-    "HONED_QUEUE_BYTES",
-    "HONED_FEATURES",
-    "HONED_TREES",
-)
-"""All variables read here."""
 OF_THE_DAEMON = ("HONED_CONFIG", "HONED_STATE_DIR", "HONED_LOG_LEVEL")
 """Variables of the daemon, beside HONED_<SECTION>__<KEY>; one environment file may serve both sides."""
-GRAPHS = "graphs"
-"""Value of HONED_TREES."""
-_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +23,11 @@ class AttachSettings:
     runtime_dir: Path
     engine_id: str
     is_capture_on: bool = True
-    ring_bytes: int = 64 << 20
+    ring_bytes: int = variables.RING_BYTES
     """Size of the shared-memory sample ring."""
-    queue_bytes: int = 32 << 20
+    queue_bytes: int = variables.QUEUE_BYTES
     """Most bytes of encoded events kept until the daemon acknowledges them; older ones are dropped and counted."""
-    feature_kind: str = "fused"
+    feature_kind: str = variables.FEATURES[0]
     """"fused" (hidden_norm(fc(aux)), H values a row) or "layers" (the aux hidden states: needed to train `fc`)."""
     wants_trees: bool = False
     """Verify draft trees: the server's draft tokens are slots for their nodes."""
@@ -78,23 +65,15 @@ def from_environment(environ: Mapping[str, str], data_parallel_index: int = 0) -
     if not runtime_dir:
         return None
     _check_owner(Path(runtime_dir))
-    engine_id = environ.get("HONED_ENGINE_ID", "engine").strip() or "engine"
-    try:
-        check_engine_id(engine_id)
-    except ValueError as error:
-        raise ValueError(f"HONED_ENGINE_ID: {error}") from error
-    feature_kind = environ.get("HONED_FEATURES", "fused")
-    if feature_kind not in ("fused", "layers"):
-        raise ValueError(f"HONED_FEATURES={feature_kind!r}: use 'fused' or 'layers'")
     return AttachSettings(
         runtime_dir=Path(runtime_dir).absolute(),  # daemon and trainer get paths below it
-        engine_id=f"{engine_id}-{data_parallel_index}",
-        is_capture_on=_switch(environ, "HONED_CAPTURE", is_on=True),
-        ring_bytes=_bytes(environ, "HONED_RING_BYTES", 64 << 20, minimum=1 << 20),
-        queue_bytes=_bytes(environ, "HONED_QUEUE_BYTES", 32 << 20, minimum=1 << 16),
-        feature_kind=feature_kind,
-        wants_trees=wants_trees(environ),
-        wants_tree_graphs=wants_tree_graphs(environ),
+        engine_id=f"{variables.engine_name(environ)}-{data_parallel_index}",
+        is_capture_on=variables.is_capture_on(environ),
+        ring_bytes=variables.ring_bytes(environ),
+        queue_bytes=variables.queue_bytes(environ),
+        feature_kind=variables.feature_kind(environ),
+        wants_trees=variables.wants_trees(environ),
+        wants_tree_graphs=variables.wants_tree_graphs(environ),
     )
 
 
@@ -108,16 +87,6 @@ def _check_owner(folder: Path) -> None:
         raise ValueError(f"{RUNTIME_DIR}: {why}: remove it, or set a folder of your own")
 
 
-def wants_trees(environ: Mapping[str, str]) -> bool:
-    """Whether draft trees are switched on. Raises ValueError."""
-    return wants_tree_graphs(environ) or _switch(environ, "HONED_TREES", is_on=False, others=(GRAPHS,))
-
-
-def wants_tree_graphs(environ: Mapping[str, str]) -> bool:
-    """Whether trees are wanted also where vLLM captures CUDA graphs."""
-    return environ.get("HONED_TREES", "").strip().lower() == GRAPHS
-
-
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """One sentence for each HONED_* variable that neither side reads; the daemon checks the names of settings."""
     known = (*VARIABLES, *OF_THE_DAEMON)
@@ -127,21 +96,3 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
             near = difflib.get_close_matches(name, known, n=1)
             found.append(f"unknown variable {name} is ignored" + (f"; did you mean {near[0]}?" if near else ""))
     return found
-
-
-def _switch(environ: Mapping[str, str], name: str, *, is_on: bool, others: tuple[str, ...] = ()) -> bool:
-    text = environ.get(name, "").strip().lower()
-    if text in (*_ON, *_OFF):
-        return text in _ON
-    if text:
-        raise ValueError(f"{name}={environ[name]!r}: use {', '.join(('0', '1', *others))}")
-    return is_on
-
-
-def _bytes(environ: Mapping[str, str], name: str, default: int, minimum: int) -> int:
-    text = environ.get(name)
-    if text is None:
-        return default
-    if not text.isdecimal() or int(text) < minimum:
-        raise ValueError(f"{name}={text!r}: use a whole number of bytes, at least {minimum}")
-    return int(text)

@@ -6,6 +6,7 @@ a command can be checked before it is run.
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from honed.adapt.models.trainable import Pair, why_untrained
-from honed.adapt.protocol.fields import check_engine_id
+from honed.adapt.protocol import attach_variables
 from honed.daemon.doctor.check import Check
 from honed.daemon.doctor.vllm_command import VllmCommand
 from honed.daemon.doctor.vllm_processes import VllmProcess
@@ -36,16 +37,15 @@ ReadConfig = Callable[[str], dict[str, Any] | None]
 
 def wants_trees(environment: Mapping[str, str]) -> bool:
     """Whether a vLLM with this environment is to verify draft trees."""
-    return environment.get("HONED_TREES", "").strip().lower() not in ("", "0", "false", "no", "off")
+    with contextlib.suppress(ValueError):  # `check_environment` says so
+        return attach_variables.wants_trees(environment)
+    return False
 
 
 def check_environment(environment: Mapping[str, str], subject: str) -> Iterator[Check]:
-    """Check that honed takes the name that a vLLM gives its engine."""
-    try:
-        check_engine_id(environment.get("HONED_ENGINE_ID", "").strip() or "engine")
-    except ValueError as error:
-        text = f"honed doesn't attach: HONED_ENGINE_ID {error}"
-        yield Check(subject, "error", text, "Give its engine such a name, and restart vLLM.")
+    """Check the values of honed's variables."""
+    for fault in attach_variables.faults(environment):
+        yield Check(subject, "error", f"honed doesn't attach: {fault}", "Set it so in vLLM's environment, and restart vLLM.")
 
 
 def check_command(command: VllmCommand, subject: str, read_config: ReadConfig, *, has_trees: bool = False) -> Iterator[Check]:

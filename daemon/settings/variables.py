@@ -9,21 +9,10 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
+from honed.adapt.protocol.attach_variables import VARIABLES
+
 PATHS = {"HONED_STATE_DIR": "state_dir", "HONED_RUNTIME_DIR": "runtime_dir"}
 """Short names for settings of the section "paths"."""
-ATTACHMENT = frozenset(
-    {
-        "HONED_RUNTIME_DIR",
-        "HONED_ENGINE_ID",
-        "HONED_CAPTURE",
-        "HONED_RING_BYTES",
-        "HONED_QUEUE_BYTES",
-        "HONED_FEATURES",
-        "HONED_TREES",
-    }
-)
-"""Variables for the side inside vLLM (attach/engine/environment.py), ignored here: one environment file may serve both
-sides."""
 OTHERS = frozenset({"HONED_CONFIG", "HONED_LOG_LEVEL"})
 """Read before the settings."""
 OF_TESTS = "HONED_TEST_"
@@ -50,7 +39,7 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> list[str]:
 def unknown(env: Mapping[str, str], model: type[BaseModel]) -> list[str]:
     """One sentence for each unknown variable. The model reports unknown keys of a section."""
     sections = {name_of(name) for name in model.model_fields}
-    plain = {*PATHS, *ATTACHMENT, *OTHERS}
+    plain = {*PATHS, *VARIABLES, *OTHERS}
     candidates = [*sorted(plain), *map(name_of, keys_of(model))]
     return [
         f"unknown setting {name} in the environment{did_you_mean(name, candidates)}"

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
+from honed.adapt.protocol.attach_variables import VARIABLES
 from honed.daemon.settings import variables
 from honed.daemon.settings.sections import Section
 from honed.daemon.settings.settings import Settings, load
@@ -166,7 +167,7 @@ def _variables() -> Iterator[str]:
         yield f"## {title}\n\n| variable | |\n|---|---|"
         yield from (f"| `{name}` | {_cell(text)} |" for name, text in known.items())
         yield ""
-    assert set(OF_VLLM) == set(variables.ATTACHMENT)
+    assert set(OF_VLLM) == set(VARIABLES)
     assert set(OTHERS) == {*variables.PATHS, *variables.OTHERS}
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from docs.make import alerts_page, models_page, reference
 from docs.make.published import PUBLISHED
+from honed.adapt.protocol.attach_variables import VARIABLES
 from honed.attach.engine import environment
 from honed.daemon.settings import variables
 from honed.daemon.settings.settings import Settings
@@ -63,7 +64,7 @@ def test_every_endpoint_says_what_it_does(page: str) -> None:
 
 
 def test_variables_of_vllms_processes_are_the_attachments_own() -> None:
-    assert set(reference.OF_VLLM) == set(environment.VARIABLES)
+    assert set(reference.OF_VLLM) == set(VARIABLES)
     defaults = environment.from_environment({"HONED_RUNTIME_DIR": "/run/honed"})
     assert defaults is not None
     assert str(defaults.ring_bytes) in reference.OF_VLLM["HONED_RING_BYTES"]

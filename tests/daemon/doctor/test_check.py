@@ -455,7 +455,7 @@ def test_a_command_is_judged_before_it_is_run(paths: dict[str, Path]) -> None:
     assert "✗ vLLM command: has --scheduler-cls my.Own, not honed's" in result.stdout
     assert "    → Use --scheduler-cls honed.attach.scheduler.make_scheduler" in result.stdout
     named = run("--", "HONED_ENGINE_ID=Qwen/Qwen3-8B", "vllm", "serve", "m")
-    assert "honed doesn't attach: HONED_ENGINE_ID 'Qwen/Qwen3-8B' is no engine id" in named.stdout
+    assert "honed doesn't attach: HONED_ENGINE_ID: 'Qwen/Qwen3-8B' is no engine id" in named.stdout
 
 
 @pytest.mark.parametrize(

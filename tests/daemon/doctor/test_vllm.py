@@ -271,8 +271,22 @@ def test_a_sound_process_is_all_well(tmp_path: Path) -> None:
         ),
         (
             {"environment": {"HONED_RUNTIME_DIR": "/run/honed", "HONED_ENGINE_ID": "Qwen/Qwen3-8B"}},
-            "honed doesn't attach: HONED_ENGINE_ID 'Qwen/Qwen3-8B' is no engine id",
+            "honed doesn't attach: HONED_ENGINE_ID: 'Qwen/Qwen3-8B' is no engine id",
             "restart vLLM",
+        ),
+        *(
+            (
+                {"environment": {"HONED_RUNTIME_DIR": "/run/honed", name: value}},
+                f"honed doesn't attach: {name}={value!r}: use ",
+                "restart vLLM",
+            )
+            for name, value in (
+                ("HONED_CAPTURE", "2"),
+                ("HONED_RING_BYTES", "64M"),
+                ("HONED_QUEUE_BYTES", "1"),
+                ("HONED_FEATURES", "layer"),
+                ("HONED_TREES", "graph"),
+            )
         ),
         ({"environment": {"HONED_RUNTIME_DIR": "/tmp/x/"}}, "looks for the daemon in /tmp/x", "same folder"),
         ({"groups": frozenset({1})}, "is not in the group of /run/honed", "usermod -aG honed"),

@@ -11,10 +11,11 @@ import pytest
 from pydantic import BaseModel
 
 from honed.adapt.control.settings import ControllerSettings
+from honed.adapt.protocol.attach_variables import VARIABLES
 from honed.daemon.errors import SettingsError
 from honed.daemon.settings.sections import Section, default_runtime_dir, default_state_dir
 from honed.daemon.settings.settings import Settings, load
-from honed.daemon.settings.variables import ATTACHMENT, keys_of
+from honed.daemon.settings.variables import keys_of
 
 
 def test_without_anything_the_defaults_of_the_owners_count() -> None:
@@ -55,7 +56,7 @@ def test_relative_folders_become_absolute_since_vllm_gets_paths_below_them(
 
 
 def test_variables_of_the_side_inside_vllm_are_let_be() -> None:
-    load(env=dict.fromkeys(ATTACHMENT, "1") | {"PATH": "/bin", "HONEDX": "1", "HONED_LOG_LEVEL": "debug"})
+    load(env=dict.fromkeys(VARIABLES, "1") | {"PATH": "/bin", "HONEDX": "1", "HONED_LOG_LEVEL": "debug"})
 
 
 @pytest.mark.parametrize(
