@@ -94,16 +94,16 @@ def evaluate_in_parts(
     denoising: Denoising = ONE_PASS,
     pace: Pace | None = None,
 ) -> Generator[None, None, tuple[SessionFigures, AcceptanceCounts] | None]:
-    """Go through one sample, with a `yield` after some of its anchors; returns None for a sample without a whole block.
+    """Go through one sample, with a `yield` after some of its anchors; returns None for a sample with nothing to draft.
 
     Args:
         pace: sets how many anchors are drafted at a time, up to `max_anchors_per_pass`.
     """
     packed = pack([sample])
-    anchors = eligible_anchors(packed, num_draft_tokens)
+    anchors = eligible_anchors(packed)
     if not len(anchors):
         return None
-    labels = block_labels(packed.token_ids, anchors, num_draft_tokens)
+    labels, has_label = block_labels(packed, anchors, num_draft_tokens)
     packed = packed.to(drafter.device)
     drafts: list[Tensor] = []
     done = 0
@@ -116,13 +116,13 @@ def evaluate_in_parts(
         if pace is not None:
             pace.observe(len(part), time.perf_counter() - began_s)
         yield
-    drafted, is_valid = torch.cat(drafts), torch.ones_like(labels, dtype=torch.bool)
-    accepted = accepted_prefix(drafted, labels, is_valid).tolist()
+    drafted = torch.cat(drafts)
+    accepted = accepted_prefix(drafted, labels, has_label).tolist()
     rounds = walk(accepted)
     figures = SessionFigures(
         sample.session, sample.workload, len(anchors), sum(accepted), len(rounds), sum(accepted[i] for i in rounds)
     )
-    return figures, count_acceptance(drafted[rounds], labels[rounds], is_valid[rounds])
+    return figures, count_acceptance(drafted[rounds], labels[rounds], has_label[rounds])
 
 
 def draft_blocks(

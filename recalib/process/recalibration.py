@@ -144,7 +144,7 @@ class Recalibration:
             self._state_dir,
             lambda: self._waited_s,
         )
-        request, why_unusable = self.request, self._why_unusable(parent, run.vocab_size, run.num_draft_tokens)
+        request, why_unusable = self.request, self._why_unusable(parent, run.vocab_size)
         samples = Selection(self._feed.store, lambda one: not why_unusable(one), request.workloads, request.since_s)
         lost_then = self._feed.num_lost()
         run.check_memory()
@@ -234,21 +234,20 @@ class Recalibration:
 
     # --- samples ------------------------------------------------------------------------------------------------------
 
-    def _why_unusable(self, parent: Manifest, vocab_size: int, num_draft_tokens: int) -> Callable[[Stretch], str]:
+    def _why_unusable(self, parent: Manifest, vocab_size: int) -> Callable[[Stretch], str]:
         """Return what says why a stretch can't be used, "" if it can.
 
         Fused features are meaningful only to drafters with the same `fc` and `hidden_norm` as the one that made them.
 
-        A token outside the vocabulary would end the training, and on a GPU the process. An answer without a whole block
-        teaches and shows nothing.
+        A token outside the vocabulary would end the training, and on a GPU the process. An answer of one token has no draft.
         """
         same = {m.version for m in self._registry.versions() if m.context_sha256 == parent.context_sha256}
 
         def why(stretch: Stretch) -> str:
             if self._feed.is_fused and stretch.drafter_version and stretch.drafter_version not in same:
                 return "answers with another drafter's features"
-            if stretch.num_judged <= num_draft_tokens:
-                return "answers shorter than a block of drafts"
+            if stretch.num_judged < 2:
+                return "answers of one token"
             return "answers with tokens outside the vocabulary" if stretch.token_ids.max(initial=0) >= vocab_size else ""
 
         return why

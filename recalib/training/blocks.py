@@ -12,22 +12,30 @@ from honed.recalib.samples.sample import PackedSamples, TrainingSample
 # Letters: T packed rows, N anchors, K draft positions.
 
 
-def eligible_anchors(packed: PackedSamples, num_draft_tokens: int) -> Tensor:  # [N] rows
-    """Emitted tokens with at least one row of context before them and a whole block of labels after them, in the same sample.
+def eligible_anchors(packed: PackedSamples) -> Tensor:  # [N] rows
+    """Emitted tokens with at least one row of context before them and one token after them, in the same sample.
 
     A server drafts after no other tokens. Blocks within prompts would teach text that the target didn't write, and a long
     prompt has many times the rows of its answer.
     """
     rows = torch.arange(len(packed.segments))
     has_context = rows > packed.starts[packed.segments]
-    last = torch.clamp(rows + num_draft_tokens, max=len(rows) - 1)
-    has_labels = (rows + num_draft_tokens < len(rows)) & (packed.segments[last] == packed.segments)
-    return rows[packed.is_emitted & has_context & has_labels]
+    return rows[packed.is_emitted & has_context & (rows < _last_rows(packed, rows))]
 
 
-def block_labels(token_ids: Tensor, anchors: Tensor, num_draft_tokens: int) -> Tensor:  # [T], [N] -> [N, K]
-    """Return the tokens emitted after each anchor; for `eligible_anchors` all of them exist."""
-    return token_ids[anchors[:, None] + 1 + torch.arange(num_draft_tokens)]
+def block_labels(packed: PackedSamples, anchors: Tensor, num_draft_tokens: int) -> tuple[Tensor, Tensor]:  # [N] -> 2 x [N, K]
+    """Return the tokens emitted after each anchor, and whether there are such: a block reaches over its sample's end.
+
+    Beyond it the sample's last token stands for them.
+    """
+    rows, last = anchors[:, None] + 1 + torch.arange(num_draft_tokens), _last_rows(packed, anchors)[:, None]
+    return packed.token_ids[torch.minimum(rows, last)], rows <= last
+
+
+def _last_rows(packed: PackedSamples, rows: Tensor) -> Tensor:  # [N] -> [N]
+    """The last rows of the samples that these rows are in."""
+    ends = torch.cat((packed.starts[1:], torch.tensor([len(packed.segments)])))
+    return ends[packed.segments[rows]] - 1
 
 
 def choose_anchors(

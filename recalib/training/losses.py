@@ -38,13 +38,13 @@ def hybrid_on_labels(surprise: Tensor) -> Tensor:  # [N, K] -> [N, K]
     return share * surprise + (1.0 - share) * (1.0 - right)
 
 
-def dpace_weights(accept_probabilities: Tensor, smoothing: float = 0.5) -> Tensor:  # [N, K] -> [N, K]
+def dpace_weights(accept_probabilities: Tensor, has_label: Tensor, smoothing: float = 0.5) -> Tensor:  # 2 x [N, K] -> [N, K]
     """D-PACE: w_j = sum over m >= j of prod over i <= m of ((1 - a) * q_i + a), a = `smoothing`.
 
     A position's weight is the expected length that depends on it. `a` keeps late positions' weights up while early ones are
-    still wrong. No gradient flows through the weights.
+    still wrong. Positions without a label lengthen nothing. No gradient flows through the weights.
     """
-    reach = ((1.0 - smoothing) * accept_probabilities.detach() + smoothing).cumprod(-1)
+    reach = ((1.0 - smoothing) * accept_probabilities.detach() + smoothing).cumprod(-1) * has_label
     return reach.flip(-1).cumsum(-1).flip(-1)
 
 

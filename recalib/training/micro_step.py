@@ -40,7 +40,7 @@ GROUP_NUMBERS = 1 << 25
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Figures of one micro-step, as sums and counts; the last three only count blocks of masks, as servers draft them."""
+    """Figures of one micro-step, as sums and counts; the last three only count whole blocks of masks, as servers draft them."""
 
     loss: float
     num_anchors: int
@@ -136,7 +136,7 @@ class MicroTrainer:
             pace: sets the blocks of a part; None: all of them.
 
         Raises:
-            ValueError: no sample is long enough for a block, or the samples lack features that the scope needs.
+            ValueError: no sample has anything to draft, or the samples lack features that the scope needs.
         """
         began_s = time.perf_counter()
         packed = pack(list(samples))
@@ -227,23 +227,25 @@ class MicroTrainer:
     ) -> Blocks:
         config, settings, generator = self.drafter.config, self.settings, self._progress.generator
         k = config.num_draft_tokens
-        eligible = eligible_anchors(packed, k)
+        eligible = eligible_anchors(packed)
         if not len(eligible):
-            raise ValueError(f"no sample has {k + 1} emitted tokens after a context, so none holds a whole block")
+            raise ValueError("no sample has two emitted tokens after a context, so none holds a draft")
         rows = break_anchors(samples, k) if preferred is None else preferred
         anchors = choose_anchors(eligible, settings.anchors_per_micro_step, rows, settings.break_share, generator)
-        labels = block_labels(packed.token_ids, anchors, k)
+        labels, has_label = block_labels(packed, anchors, k)
         is_kept = torch.tensor([*kept] or [False] * len(samples))[packed.segments[anchors]]  # [N]
         tokens, is_masked = None, torch.ones_like(labels, dtype=torch.bool)
         if self._denoising.steps > 1:
             tokens, is_masked = reveal_randomly(labels, config.mask_token_id, self._denoising, generator)
             is_masked = is_masked | is_kept[:, None]  # the parent may never have seen a partly revealed block
-            tokens = torch.where(is_masked, config.mask_token_id, tokens).to(self._device)
-        anchors, labels, is_kept, is_masked = (tensor.to(self._device) for tensor in (anchors, labels, is_kept, is_masked))
+            tokens = torch.where(is_masked | ~has_label, config.mask_token_id, tokens).to(self._device)
+        chosen = (anchors, labels, has_label, is_kept, is_masked & has_label)
+        anchors, labels, has_label, is_kept, is_masked = (tensor.to(self._device) for tensor in chosen)
         words = self.drafter.to_words(labels)
         weights = self._objective.weights(is_kept, is_masked, words)
         share = 1.0 / len(anchors)
-        return Blocks(packed.to(self._device), anchors, labels, words, is_kept, tokens, is_masked, weights, share)
+        packed = packed.to(self._device)
+        return Blocks(packed, anchors, labels, words, is_kept, tokens, is_masked, has_label, weights, share)
 
     def _learn(self, part: Blocks) -> tuple[float, Tensor]:  # loss, [N, K] drafts
         """Add up the gradients of some blocks; reading the loss waits for the device."""

@@ -26,7 +26,8 @@ class Blocks:
     words: Tensor  # [N, K] of the labels; −1: the drafter can't draft it
     is_kept: Tensor  # [N] whether the drafter should stay like its parent there
     tokens: Tensor | None  # [N, K] the drafter's input in place of masks; None: masks only
-    is_masked: Tensor  # [N, K]
+    is_masked: Tensor  # [N, K] whether it is learned: it has a label, and the input doesn't show it
+    has_label: Tensor  # [N, K]
     weights: Tensor  # [N, K] each token's part of the whole micro-step's loss
     share: float  # each block's part of the micro-step
 
@@ -45,6 +46,7 @@ class Blocks:
             is_kept=self.is_kept[chosen],
             tokens=self.tokens[chosen] if self.tokens is not None else None,
             is_masked=self.is_masked[chosen],
+            has_label=self.has_label[chosen],
             weights=self.weights[chosen],
         )
 
@@ -58,8 +60,8 @@ class Objective:
     def weights(self, is_kept: Tensor, is_masked: Tensor, words: Tensor) -> Tensor:  # [N], 2 x [N, K] -> [N, K]
         """Each token's share of a micro-step's loss: it falls with the position.
 
-        It is zero for revealed tokens, and in fresh blocks for tokens that the drafter can't draft. Kept and fresh blocks share
-        by their numbers, a kept block counting `keep_weight` times a fresh one.
+        It is zero for revealed tokens and beyond a sample's end, and in fresh blocks for tokens that the drafter can't draft.
+        Kept and fresh blocks share by their numbers, a kept block counting `keep_weight` times a fresh one.
         """
         settings = self._settings
         falling = losses.position_weights(is_masked.shape[1], settings.decay_tokens).to(is_masked.device) * is_masked
@@ -109,7 +111,8 @@ class Objective:
         name, words = self._settings.loss, blocks.words
         if name in ("kl", "hybrid") and blocks.packed.target_hidden is not None:
             offsets = torch.arange(words.shape[1], device=words.device)
-            goal = blocks.packed.target_hidden[blocks.anchors[:, None] + offsets].float()  # row i predicts token i + 1
+            rows = (blocks.anchors[:, None] + offsets).clamp(max=len(blocks.packed.target_hidden) - 1)
+            goal = blocks.packed.target_hidden[rows].float()  # row i predicts token i + 1
             goal_head = self._drafter.lm_head if self._drafter.goal_head is None else self._drafter.goal_head
             distance, drafts = self._per_token(hidden, blocks.previous, goal=goal, goal_head=goal_head, kind=name)
             return (distance * blocks.weights).sum(), drafts
@@ -119,9 +122,9 @@ class Objective:
             return (surprise * blocks.weights).sum(), drafts
         if name == "hybrid":
             return (losses.hybrid_on_labels(surprise) * blocks.weights).sum(), drafts
-        right = torch.where(blocks.is_masked, torch.exp(-surprise) * can_draft, 1.0)
+        right = torch.where(blocks.is_masked, torch.exp(-surprise) * can_draft, blocks.has_label.float())
         if name == "dpace":
-            weights = losses.shares(losses.dpace_weights(right) * blocks.is_masked * can_draft, (1,))
+            weights = losses.shares(losses.dpace_weights(right, blocks.has_label) * blocks.is_masked * can_draft, (1,))
             return blocks.share * (surprise * weights).sum(), drafts
         return blocks.share * losses.negative_acceptance_length(right).sum(), drafts
 

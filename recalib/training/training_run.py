@@ -102,11 +102,6 @@ class TrainingRun:
         return self._config.vocab_size
 
     @property
-    def num_draft_tokens(self) -> int:
-        """Tokens of a block."""
-        return self._config.num_draft_tokens
-
-    @property
     def device(self) -> torch.device:
         """The device that `check_memory` chose last."""
         return self._device

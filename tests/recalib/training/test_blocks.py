@@ -3,7 +3,7 @@
 import torch
 
 from honed.recalib.samples.sample import TrainingSample, pack
-from honed.recalib.training.blocks import break_anchors, choose_anchors, eligible_anchors
+from honed.recalib.training.blocks import block_labels, break_anchors, choose_anchors, eligible_anchors
 
 
 def sample(num_tokens, num_prompt_tokens, breaks=()):
@@ -18,9 +18,16 @@ def sample(num_tokens, num_prompt_tokens, breaks=()):
     )
 
 
-def test_anchors_are_emitted_tokens_with_context_and_a_whole_block():
-    samples = [sample(10, 4), sample(6, 0), sample(8, 6), sample(5, 5)]
-    assert eligible_anchors(pack(samples), 3).tolist() == [4, 5, 6, 11, 12]
+def test_anchors_are_emitted_tokens_with_context_and_a_token_to_draft():
+    samples = [sample(10, 4), sample(6, 0), sample(8, 6), sample(5, 5), sample(3, 2)]
+    assert eligible_anchors(pack(samples)).tolist() == [4, 5, 6, 7, 8, 11, 12, 13, 14, 22]
+
+
+def test_a_block_has_labels_up_to_its_sample_s_end():
+    packed = pack([sample(6, 2), sample(3, 1)])
+    labels, has_label = block_labels(packed, torch.tensor([2, 4, 7]), 3)
+    assert labels.tolist() == [[3, 4, 5], [5, 5, 5], [2, 2, 2]]
+    assert has_label.tolist() == [[True, True, True], [True, False, False], [True, False, False]]
 
 
 def test_preferred_anchors_are_emitted_ones_too():
@@ -28,6 +35,6 @@ def test_preferred_anchors_are_emitted_ones_too():
     samples = [sample(20, 8, breaks=(109,))]
     rows = break_anchors(samples, 4)
     assert rows == [5, 6, 7, 8]
-    chosen = choose_anchors(eligible_anchors(pack(samples), 4), 2, rows, 1.0, torch.Generator().manual_seed(0))
+    chosen = choose_anchors(eligible_anchors(pack(samples)), 2, rows, 1.0, torch.Generator().manual_seed(0))
     assert 8 in chosen.tolist()
     assert min(chosen.tolist()) == 8

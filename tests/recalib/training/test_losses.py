@@ -34,7 +34,10 @@ def test_dpace_weights_are_the_sums_of_the_formula() -> None:
     q = torch.tensor([[0.9, 0.2, 0.6]])
     s = [(1 - 0.5) * float(x) + 0.5 for x in q[0]]
     reach = [s[0], s[0] * s[1], s[0] * s[1] * s[2]]
-    assert losses.dpace_weights(q)[0].tolist() == pytest.approx([sum(reach), sum(reach[1:]), reach[2]])
+    everywhere = torch.ones_like(q, dtype=torch.bool)
+    assert losses.dpace_weights(q, everywhere)[0].tolist() == pytest.approx([sum(reach), sum(reach[1:]), reach[2]])
+    cut = torch.tensor([[True, True, False]])
+    assert losses.dpace_weights(q, cut)[0].tolist() == pytest.approx([sum(reach[:2]), reach[1], 0.0])
 
 
 def test_negative_acceptance_length_is_that_of_i_i_d_acceptance() -> None:
