@@ -3,12 +3,13 @@
 Old and new version take turns in pairs of windows. A round drafts 1 to 7 tokens with equal probability. Every position is
 accepted with a given conditional probability, the new version's being that many per cent lower or higher. The simulation only
 makes numpy arrays of counts; `adapt.monitor.evidence` and `adapt.monitor.canary` weigh them and set the bars. For each
-acceptance curve there are 10,000 canaries (1,000 with two workloads) of A/A, -10 % and +5 %: share promoted, share rolled back,
-rounds needed (both versions together). Besides a loss of 10 % of conditional acceptance there is one of 10 % of the acceptance
-length, which is more where little is accepted. Another case has dependent rounds: every window shifts all its log-odds, as when
-one long request fills it. Equal versions must not be distinguished by that, and a loss must be found. A last case has two
-workloads: a version that gains on one and loses on the other (`OPPOSITE`) must not be promoted, whatever their shares of the
-traffic. Cases that come near the bar of 1 % are simulated again with 10,000. The last line of stdout is JSON.
+acceptance curve there are 10,000 canaries (1,000 with two workloads, or on a busy server) of A/A, -10 % and +5 %: share
+promoted, share rolled back, rounds needed (both versions together). Besides a loss of 10 % of conditional acceptance there is
+one of 10 % of the acceptance length, which is more where little is accepted. Another case has dependent rounds: every window
+shifts all its log-odds, as when one long request fills it. Equal versions must not be distinguished by that, and a loss must
+be found. A busy server verifies thousands of rounds in a window. A last case has two workloads: a version that gains on one
+and loses on the other (`OPPOSITE`) must not be promoted, whatever their shares of the traffic. Cases that come near the bar
+of 1 % are simulated again with 10,000. The last line of stdout is JSON.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ NEAR_BAR, AGAIN = 0.005, 100
 """Share of opposite changes promoted from which on they are simulated again, ten times as many; and the seeds of that."""
 SHARES = {"1:1": (0.5, 0.5), "9:1": (0.9, 0.1)}
 CHANGES = {"a/a": 0.0, "-10 %": -0.10, "+5 %": 0.05}
+BUSY_ROUNDS, BUSY_CHANGES, BUSY_RUNS = 4000, {"+1 %": 0.01}, 1000
+"""Rounds of a window of half a second where 8,000 are verified in a second."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ def simulate(
     seed: int = 0,
     mood: float = 0.0,
     shares: tuple[float, ...] = (1.0,),
+    window_rounds: int = 0,
 ) -> Outcome:
     """Run canaries to their verdicts, all at once.
 
@@ -71,6 +75,7 @@ def simulate(
         change: relative change of conditional acceptance, for all workloads or one for each.
         mood: standard deviation of the shift of a window's log-odds.
         shares: of the rounds, by workload.
+        window_rounds: of a window, on a server that verifies more of them in its time than the settings ask for.
     """
     settings, rng = settings or CanarySettings(), np.random.default_rng(seed)
     changes = change if isinstance(change, tuple) else (change,) * len(shares)
@@ -80,12 +85,11 @@ def simulate(
     everything = Evidence(len(old), (runs,)) if len(shares) > 1 else workloads[0]
     evidence = [everything, *workloads] if len(shares) > 1 else workloads
     bars = np.array([[settings.log_bar(way, number) for way in ("worse", "better")] for number in range(len(evidence))])
-    decided, rounds, num_rounds = np.zeros(runs, np.int64), np.zeros(runs), 0
+    window_rounds = window_rounds or settings.window_rounds
+    decided, rounds, pairs = np.zeros(runs, np.int64), np.zeros(runs), 0
     is_waiting = np.zeros(runs, dtype=bool)
-    while not (decided > 0).all() and num_rounds < settings.max_rounds * (
-        PATIENCE if (is_waiting & (decided == 0)).any() else 1
-    ):
-        counts = rng.multinomial(settings.window_rounds, shares, size=(2, runs))  # [2, runs, W]
+    while not (decided > 0).all() and pairs < settings.max_pairs * (PATIENCE if (is_waiting & (decided == 0)).any() else 1):
+        counts = rng.multinomial(window_rounds, shares, size=(2, runs))  # [2, runs, W]
         score, information = np.zeros(runs), np.zeros(runs)
         for number, one in enumerate(workloads):
             curves = zip((old, new[number]), counts[..., number], strict=True)
@@ -94,7 +98,7 @@ def simulate(
             score, information = score + weighed[0], information + weighed[1]
         if len(shares) > 1:
             everything.add(score, information)
-        num_rounds += 2 * settings.window_rounds
+        pairs += 1
         log_e = np.array([one.log_e for one in evidence])  # [1 + W, runs, 2]
         worse, better = (log_e >= bars[:, None]).any(axis=0).T
         of_all = sum(one.rounds for one in workloads)
@@ -104,8 +108,8 @@ def simulate(
         better &= (log_e[..., 0] < LOG_DOUBT).all(axis=0)
         is_waiting = better & ~held
         found = np.where(worse, 1, np.where(better & held, 2, 0))
-        found = np.where((num_rounds >= settings.max_rounds) & ~is_waiting & (found == 0), 3, found)
-        rounds[(decided == 0) & (found > 0)] = num_rounds
+        found = np.where((pairs >= settings.max_pairs) & ~is_waiting & (found == 0), 3, found)
+        rounds[(decided == 0) & (found > 0)] = 2 * window_rounds * pairs
         decided = np.where(decided == 0, found, decided)
     taken = {name: rounds[decided == value] for name, value in (("rolled_back", 1), ("promoted", 2))}
     return Outcome(
@@ -165,6 +169,11 @@ def run(runs: int) -> dict[str, Any]:
             "found_plus_5": outcomes["+5 %"].promoted,
             "median_rounds_plus_5": outcomes["+5 %"].median_rounds.get("promoted"),
         }
+        busy = {
+            label: simulate(curve, change, BUSY_RUNS, seed=number, window_rounds=BUSY_ROUNDS)
+            for label, change in (CHANGES | BUSY_CHANGES).items()
+        }
+        figures[name]["busy"] = {label: vars(outcome) for label, outcome in busy.items()}
         cases = {f"{label} at {ratio}": (changes, shares) for label, changes in TWO.items() for ratio, shares in SHARES.items()}
         two = {
             label: simulate(curve, changes, runs // 10, seed=number, shares=shares)

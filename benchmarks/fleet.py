@@ -75,7 +75,7 @@ def simulate(case: str, hosts: int, fleets: int, is_shared: bool, seed: int = 0)
             worse |= (joined[..., 0] >= bars[0]) & (evidence.change < 0.0)
             better |= (joined[..., 1] >= bars[1]) & (evidence.change > 0.0)
         better &= own[..., 0] < LOG_DOUBT
-        found = np.where(worse, 1, np.where(better, 2, 3 if pairs * 2 * settings.window_rounds >= settings.max_rounds else 0))
+        found = np.where(worse, 1, np.where(better, 2, 3 if pairs >= settings.max_pairs else 0))
         is_new = is_open & (found > 0)
         needed[is_new] = pairs * 2 * settings.window_rounds
         decided[is_new] = found[is_new]

@@ -44,6 +44,7 @@ FAULTS = (
     "a drafter under other tensor names",
     "a candidate that gains on one workload and loses on another",
     "a gate that equal candidates pass by luck",
+    "a trial that a busy server ended before it could prove anything",
     "a gate that equal candidates fail by luck",
     "rotary tables an ulp from vLLM's",
     "a fine-tuned target in a folder of its own",

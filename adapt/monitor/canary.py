@@ -10,7 +10,8 @@ grows (`evidence` has the test and the reason why it holds at every look). It is
 Other hosts' trials of the same two versions can be added (`hear`). They decide on all traffic only, and only where this host's
 own traffic points the same way. The allowance of all traffic is then shared by both tests.
 
-After `max_rounds` without either, nothing was proven. A version that only waits for a workload's proof has three times as long.
+After `max_pairs` without either, nothing was proven. A version that only waits for a workload's proof has three times as many.
+A limit of rounds would be wrong: where thousands are verified in a window, it came before any evidence could.
 Batches are told apart by their drafter version, so the exact time of an engine's swap doesn't matter. Those of other versions
 are ignored. Nothing here reads a clock or tosses the coin.
 """
@@ -43,7 +44,7 @@ LOG_HELD = math.log(20.0)
 """ln of the e-value that shows that a workload loses little."""
 LEAST_SHARE = 0.01
 PATIENCE = 3
-"""Times `max_rounds` for a version that is better on all traffic, while a workload isn't shown to lose little."""
+"""Times `max_pairs` for a version that is better on all traffic, while a workload isn't shown to lose little."""
 _LOG10 = math.log(10.0)
 _WORSE, _BETTER = 0, 1
 FALSE_PROMOTION = 0.01
@@ -67,14 +68,15 @@ class CanarySettings:
     """A window with fewer rounds ends after this time, unless it has none at all."""
     reset_window_s: float = 30.0
     """Shortest window where a swap must drop cached keys and values (scope "full"): each swap preempts running requests."""
-    max_rounds: int = 20_000
-    """Nothing is proven without a verdict after so many rounds; three times as many while one workload's proof is missing."""
+    max_pairs: int = 800
+    """Nothing is proven without a verdict after so many pairs of windows; three times as many while one workload's proof is
+    missing."""
     max_s: float = 3600.0
     """Nothing is proven without a verdict after so much time with traffic."""
 
     RANGES: ClassVar[Ranges] = {
         "false_roll_back": PROBABILITY,
-        **dict.fromkeys(("window_rounds", "max_rounds"), COUNT),
+        **dict.fromkeys(("window_rounds", "max_pairs"), COUNT),
         "window_s": Range(0, 3600),
         **dict.fromkeys(("max_window_s", "reset_window_s", "max_s"), SECONDS),
     }
@@ -292,7 +294,7 @@ class Canary:
         if above_bar >= 0.0 and not is_doubtful and not unsure:
             return self._say("better", best, why)
         worst = unsure or worst
-        if self.rounds >= self.settings.max_rounds * (PATIENCE if unsure else 1):
+        if self.pairs >= self.settings.max_pairs * (PATIENCE if unsure else 1):
             return self._say("unproven", worst, f"shows no proven difference after {self.rounds} rounds")
         return self._say("undecided", worst, "isn't shown to lose little yet" if unsure else "looks worst so far")
 

@@ -2,8 +2,8 @@
 
 Arithmetic of rates, minute by minute. At random times the traffic moves to a domain that the drafter doesn't know. Training
 brings its acceptance length up along a measured curve, by the tokens trained on since the move. An attempt trains, is judged
-and tried as honed's trainer and daemon do it: up to `trainer.max_steps` within half of `trainer.deadline_s`, a trial of
-`canary.max_rounds`, a pause of `recalibration.min_interval_s`, then another attempt while more may be won.
+and tried as honed's trainer and daemon do it: up to `trainer.max_steps` within half of `trainer.deadline_s`, a trial, a pause
+of `recalibration.min_interval_s`, then another attempt while more may be won.
 
 - Requests in service are Poisson (M/G/infinity: Gross et al., Fundamentals of Queueing Theory, 2.7). So a server that has n of
   them on average has none for exp(-n) of the time. That is all that `idle` can use.
@@ -31,8 +31,8 @@ Arm = Literal["none", "night", "idle", "spare, once", "spare", "spare, mean alon
 ARMS: tuple[Arm, ...] = get_args(Arm)
 MINUTE_S, DAY_S = 60.0, 86_400.0
 NIGHT_S = 3 * 3600.0
-SMALLEST_GAIN = 1.005
-"""An attempt that wins less isn't sure: the gate refuses it."""
+SMALLEST_GAIN = 1.01
+"""An attempt that wins less isn't sure: the gate refuses it, or its trial shows nothing."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Server:
         step_requests, step_ms: time of a step by its requests; linear between.
         train_tokens_per_s: tokens a second that training takes with the device to itself.
         judged_tokens: tokens whose training would take as long as judging a candidate.
+        trial_s: how long a trial lasts, in seconds.
         unit_ms: time of one unit of training; the device holds it for `held_ms`, turns of serving included.
     """
 
@@ -69,6 +70,7 @@ class Server:
     unit_ms: float
     held_ms: float
     harm_per_duty: float
+    trial_s: float = 30.0
     tokens_per_request: float = 256.0
 
     def step_s(self, requests: float) -> float:
@@ -97,7 +99,6 @@ class Rules:
     """Gain of a whole training after which another one follows."""
     most_tokens: float
     """Tokens of a whole training."""
-    trial_rounds: int
     latency_budget: float
     p99_budget: float
 
@@ -134,6 +135,7 @@ class _Learner:
         self._done = self._tried = curve.tokens[-1]
         self._wanted = False
         self._stage, self._left, self._from_s, self._pause_until_s, self._failed = "", 0.0, 0.0, 0.0, 0
+        self._trial_until_s = 0.0
         self._is_cut = False
 
     def move(self) -> None:
@@ -141,8 +143,8 @@ class _Learner:
         self.length, self._done, self._tried = self._curve.lengths[0], 0.0, 0.0
         self._wanted, self._stage, self._pause_until_s, self._failed = self._arm != "none", "", 0.0, 0
 
-    def minute(self, now_s: float, requests: float, rounds: float) -> None:
-        """Let a minute pass in which so many rounds are verified."""
+    def minute(self, now_s: float, requests: float) -> None:
+        """Let a minute pass with so many requests in service."""
         if self._arm == "night":
             if self._wanted and now_s % DAY_S >= NIGHT_S and (now_s - MINUTE_S) % DAY_S < NIGHT_S:
                 whole = self._curve.tokens[-1]
@@ -154,8 +156,7 @@ class _Learner:
                 return
             self._stage, self._from_s, self._left = "training", now_s, self._rules.most_tokens
         if self._stage == "trial":
-            self._left -= rounds
-            if self._left <= 0:
+            if now_s >= self._trial_until_s:
                 self._end_trial(now_s)
             return
         worked = min(self._share(requests) * MINUTE_S * self._server.train_tokens_per_s, self._left)
@@ -173,7 +174,7 @@ class _Learner:
         if self._left > 0 or self._curve.at(self._tried) < SMALLEST_GAIN * self.length:
             self._fail(now_s)
             return
-        self._stage, self._left = "trial", self._rules.trial_rounds
+        self._stage, self._trial_until_s = "trial", now_s + self._server.trial_s
 
     def _fail(self, now_s: float) -> None:
         """The gate refused it, or there was no time to judge it."""
@@ -231,7 +232,7 @@ def run(
             waits, moved_s = [*waits, now_s - moved_s], -1.0
         rounds += verified
         tokens += verified * learner.length
-        learner.minute(now_s, requests, verified)
+        learner.minute(now_s, requests)
     waits += [days * DAY_S - moved_s] if moved_s >= 0 else []
     length = tokens / rounds
     return Outcome(

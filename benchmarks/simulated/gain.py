@@ -30,7 +30,6 @@ from benchmarks.server.recalib_engine import Engine, read_prompts
 from benchmarks.server.recalib_site import Plan, Site, compare
 from benchmarks.server.vllm_server import check_pair
 from benchmarks.simulated.drifting import ARMS, Curve, Outcome, Rules, Server, run
-from honed.adapt.monitor.canary import CanarySettings
 from honed.daemon.lifecycle.drift_alarms import MAX_ATTEMPTS, WORTH_MORE
 from honed.daemon.settings.sections import RecalibrationSettings
 from honed.recalib.config.trainer import TrainerSettings
@@ -166,7 +165,8 @@ def _row(outcomes: Sequence[Outcome], none: Sequence[Outcome]) -> Document:
 
 def server() -> Server:
     """A server of Qwen3-8B's size on an H200, by kept results."""
-    sizes = json.loads(SIZES.read_text())["parts"]["server-sizes"]
+    parts = json.loads(SIZES.read_text())["parts"]
+    sizes = parts["server-sizes"]
     at_16, at_64 = (json.loads(path.read_text()) for path in SIZES_BATCH)
     arms = json.loads(SLICES.read_text())["arms"]
     (stream,) = [arm for arm in arms if arm["kind"] == "stream" and arm["duty_asked"] == 0.02]
@@ -183,6 +183,7 @@ def server() -> Server:
         unit_ms=stream["unit_ms"],
         held_ms=stream["held_ms"]["mean"],
         harm_per_duty=stream["harm_over_duty"],
+        trial_s=parts["whole-trainer"]["details"]["seconds_of"]["canary"],
     )
 
 
@@ -197,7 +198,6 @@ def rules() -> Rules:
         max_attempts=MAX_ATTEMPTS,
         worth_more=WORTH_MORE,
         most_tokens=min(trainer.max_steps * step_s, RecalibrationSettings().max_seconds) * of_8b["tokens_per_s"],
-        trial_rounds=CanarySettings().max_rounds,
         latency_budget=trainer.latency_budget,
         p99_budget=trainer.p99_budget,
     )

@@ -83,14 +83,14 @@ class Canaries:
 
     # --- beginning and ending -----------------------------------------------------------------------------------------
 
-    def begin(self, operation: Operation, kind: Kind, old: str, new: str, max_rounds: int = 0) -> None:
+    def begin(self, operation: Operation, kind: Kind, old: str, new: str, max_pairs: int = 0) -> None:
         """Let two versions take turns from now on. Raises UnknownError for a version that doesn't exist."""
         assert self._rollout.trial is None
         settings = self._settings
         if not self._drafters.shares_cache(old, new):
             settings = dataclasses.replace(settings, window_s=settings.reset_window_s)
-        if max_rounds:
-            settings = dataclasses.replace(settings, max_rounds=min(max_rounds, settings.max_rounds))
+        if max_pairs:
+            settings = dataclasses.replace(settings, max_pairs=min(max_pairs, settings.max_pairs))
         most = max(self._engines.drafts_most(self._monotonic()).values(), default=1)
         now_s = self._monotonic()
         self._rollout.trial = self.latest = Trial(
@@ -155,7 +155,7 @@ class Canaries:
         settings, state = self._settings, row["state"]
         if not self._drafters.shares_cache(row["old"], row["new"]):
             settings = dataclasses.replace(settings, window_s=settings.reset_window_s)
-        settings = dataclasses.replace(settings, max_rounds=min(state["max_rounds"], settings.max_rounds))
+        settings = dataclasses.replace(settings, max_pairs=min(state["max_pairs"], settings.max_pairs))
         return Canary.restored(settings, state["canary"], old_begins=self._toss_coin(), hears_others=self._hears_others)
 
     def _decision_of(self, row: dict[str, Any]) -> str:
@@ -302,7 +302,7 @@ class Canaries:
 
     def _row(self, trial: Trial) -> dict[str, Any]:
         settings = trial.canary.settings
-        state = {"canary": trial.canary.state(), "active_s": trial.active_s, "max_rounds": settings.max_rounds}
+        state = {"canary": trial.canary.state(), "active_s": trial.active_s, "max_pairs": settings.max_pairs}
         away_s = self._monotonic() - trial.fitting_s if trial.fitting_s is not None else 0.0
         state["fitting_unix_s"] = self._clock() - away_s
         return {

@@ -37,8 +37,8 @@ FIRST_ERROR_SHARE = 0.5
 """The first attempt's part of the gate's error; the others have equal parts of the rest."""
 
 
-WORTH_MORE = 1.01
-"""Gain of a whole training on its own workload after which another one is worth its time."""
+WORTH_MORE = 1.05
+"""Gain of a whole training on its own workload after which another one is worth its time, and what it may lose elsewhere."""
 
 
 def error_share(num_judged: int) -> float:

@@ -33,8 +33,8 @@ from honed.daemon.store.operations import PROVEN, Operation, Operations
 
 log = structlog.get_logger("honed.lifecycle")
 
-CHALLENGE_ROUNDS = 5000
-"""Rounds for which a regressed version is compared with the previous one; then it is recalibrated."""
+CHALLENGE_PAIRS = 200
+"""Pairs of windows in which a regressed version is compared with the previous one; then it is recalibrated."""
 _RETRY_S = 30.0
 """Pause after a verdict that couldn't be carried out, since the aliases couldn't be moved."""
 
@@ -230,7 +230,7 @@ class Lifecycle:
         self._challenged_s = now_s
         operation = self._operations.create("watch", "watching", alarm.text, "honed", None, version=active)
         try:
-            self._canaries.begin(operation, "watch", previous, active, CHALLENGE_ROUNDS)
+            self._canaries.begin(operation, "watch", previous, active, CHALLENGE_PAIRS)
         except UnknownError as error:
             self._operations.finish(operation, "failed", error=str(error))
         else:

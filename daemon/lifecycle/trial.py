@@ -56,7 +56,7 @@ class Trial:
             "began_unix_s": self.began_unix_s,
             "pairs": canary.pairs,
             "rounds": canary.rounds,
-            "max_rounds": canary.settings.max_rounds,
+            "max_pairs": canary.settings.max_pairs,
             "evidence_worse": verdict.evidence_worse,
             "evidence_better": verdict.evidence_better,
             "change": verdict.change,

@@ -173,7 +173,7 @@ function show_versions({ versions, trial, t }) {
       list.append(make("dt", "", `${one.workload || all}: it is ${says}`), cell);
     }
   }
-  host.append(list, make("p", "note", `${count(trial.rounds)} of at most ${count(trial.max_rounds)} rounds. ${trial.text}`));
+  host.append(list, make("p", "note", `${count(trial.rounds)} rounds in ${count(trial.pairs)} of at most ${count(trial.max_pairs)} pairs of windows. ${trial.text}`));
 }
 
 function show_training({ status, operation }) {

@@ -87,7 +87,7 @@ def _trial(trial: Trial | None) -> Document | None:
         return None
     shown = trial.view()
     settings = trial.canary.settings
-    fields = ("kind", "old", "new", "serving", "began_unix_s", "pairs", "rounds", "max_rounds", "text")
+    fields = ("kind", "old", "new", "serving", "began_unix_s", "pairs", "rounds", "max_pairs", "text")
     workloads = [
         {
             "workload": name,

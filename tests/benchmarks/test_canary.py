@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.canary import CURVES, SHARES, TWO, change_for_length, simulate, window
+from benchmarks.canary import BUSY_ROUNDS, CURVES, SHARES, TWO, change_for_length, simulate, window
 from honed.adapt.acceptance.estimate import acceptance_length
 from honed.adapt.monitor.canary import CanarySettings
 
@@ -55,6 +55,21 @@ def test_a_gain_of_five_percent_is_promoted_and_hardly_ever_rolled_back() -> Non
     outcome = simulate(CURVES["medium"], 0.05, RUNS, seed=13)
     assert outcome.rolled_back <= 0.01
     assert outcome.promoted >= 0.95
+
+
+@pytest.mark.fault("a trial that a busy server ended before it could prove anything")
+@pytest.mark.parametrize(("change", "decision"), [(-0.10, "rolled_back"), (0.02, "promoted")])
+def test_a_busy_server_proves_more_and_not_less(change: float, decision: str) -> None:
+    """8,000 rounds a second are 4,000 a window, and 20,000 of them were three pairs. A pair doubles the evidence at most."""
+    outcome = simulate(CURVES["medium"], change, 300, seed=17, window_rounds=BUSY_ROUNDS)
+    assert getattr(outcome, decision) >= 0.99
+    assert 7 <= outcome.median_rounds[decision] / (2 * BUSY_ROUNDS) < 30
+
+
+def test_equal_versions_on_a_busy_server_are_hardly_ever_told_apart() -> None:
+    outcome = simulate(CURVES["medium"], 0.0, 1000, seed=18, window_rounds=BUSY_ROUNDS)
+    assert outcome.promoted <= 0.015
+    assert outcome.rolled_back <= 0.015
 
 
 @pytest.mark.fault("a candidate that gains on one workload and loses on another")

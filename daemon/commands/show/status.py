@@ -214,7 +214,8 @@ def canary_line(trial: Document) -> str:
     versions = f"{cells.text(trial.get('new'))} against {cells.text(trial.get('old'))}"
     found = f"{100 * (trial.get('change') or 0.0):+.1f} % accepted"
     worse, better = (cells.odds(trial.get(f"evidence_{says}")) for says in ("worse", "better"))
-    rounds = f"{cells.count(trial.get('rounds'))} of at most {cells.count(trial.get('max_rounds'))} rounds"
+    pairs = f"{cells.count(trial.get('pairs'))} of at most {cells.count(trial.get('max_pairs'))} pairs of windows"
+    rounds = f"{cells.count(trial.get('rounds'))} rounds in {pairs}"
     heard = f", and {cells.count(trial['other_trials'])} trials on other hosts" if trial.get("other_trials") else ""
     return f"{versions}, {rounds}{heard}: {found}, {worse} that it is worse, {better} that it is better"
 

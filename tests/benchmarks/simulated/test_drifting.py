@@ -25,9 +25,8 @@ RULES = Rules(
     training_share=0.5,
     min_interval_s=900.0,
     max_attempts=6,
-    worth_more=1.01,
+    worth_more=1.05,
     most_tokens=400_000.0,
-    trial_rounds=20_000,
     latency_budget=0.02,
     p99_budget=0.02,
 )

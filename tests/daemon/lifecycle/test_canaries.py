@@ -609,7 +609,7 @@ def test_a_trial_goes_on_with_its_own_windows_limit_and_time(stage: Stage) -> No
     trial = stage.service.rollout.trial
     assert trial is not None
     with stage.service.lock:
-        trial.canary.settings = replace(trial.canary.settings, max_rounds=5000)
+        trial.canary.settings = replace(trial.canary.settings, max_pairs=200)
         trial.active_s = 100.0
         stage.service.canaries._save(trial)
     assert stage.service.store.drain(10)
@@ -619,7 +619,7 @@ def test_a_trial_goes_on_with_its_own_windows_limit_and_time(stage: Stage) -> No
         resumed = stage.service.rollout.trial
         assert resumed is not None
         settings = resumed.canary.settings
-        assert (settings.window_s, settings.max_rounds) == (settings.reset_window_s, 5000)
+        assert (settings.window_s, settings.max_pairs) == (settings.reset_window_s, 200)
         assert resumed.active_s == 100.0
 
 

@@ -168,7 +168,7 @@ def win(alarms: DriftAlarms, now_s: float, gain: float = 1.003, *, is_cut_short:
     alarms.tick(now_s)
 
 
-@pytest.mark.parametrize(("gain", "is_last"), [(1.011, False), (1.009, True)])
+@pytest.mark.parametrize(("gain", "is_last"), [(1.06, False), (1.04, True)])
 def test_after_a_whole_training_that_won_much_another_follows(gain: float, is_last: bool) -> None:
     alarms = DriftAlarms(PAUSE_S)
     alarms.note("e", alarm("b"))

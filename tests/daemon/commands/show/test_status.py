@@ -368,7 +368,7 @@ TRIAL: dict[str, Any] = {
     "new": "v0002-b",
     "began_unix_s": 1.0,
     "rounds": 1280,
-    "max_rounds": 20000,
+    "max_pairs": 800,
     "pairs": 10,
     "change": -0.12,
     "evidence_worse": 1.4,
@@ -380,10 +380,8 @@ TRIAL: dict[str, Any] = {
 
 def test_a_trial_that_is_under_way_is_on_the_first_screen() -> None:
     text = text_of(show.status(changed(canary=TRIAL)))
-    assert (
-        "v0002-b against v0001-a, 1,280 of at most 20,000 rounds: -12.0 % accepted, 25 : 1 that it is worse, 1 : 1,000 that"
-        in text
-    )
+    assert "v0002-b against v0001-a, 1,280 rounds in 10 of at most 800 pairs of windows: -12.0 % accepted, " in text
+    assert "25 : 1 that it is worse, 1 : 1,000 that" in text
 
 
 @pytest.mark.parametrize(
