@@ -36,12 +36,13 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=1000, help="kills")
     parser.add_argument("--frames", type=int, default=10_000_000, help="mutated frames")
     parser.add_argument("--requests", type=int, default=1_000_000, help="mutated requests")
+    parser.add_argument("--seed", type=int, default=0, help="of the mutations; another one for another part of them")
     parser.add_argument("--out", type=Path, default=None, help="also write the result to this file")
     arguments = parser.parse_args()
     parts = {
         "traffic": lambda processes, folder: traffic.run(processes, folder, arguments.seconds),
         "kills": lambda processes, folder: kills.run(processes, folder, arguments.cycles),
-        "fuzz": lambda processes, folder: fuzz.run(processes, folder, arguments.frames, arguments.requests),
+        "fuzz": lambda processes, folder: fuzz.run(processes, folder, arguments.frames, arguments.requests, arguments.seed),
     }
     result: dict[str, Any] = {}
     for name in arguments.only or parts:
