@@ -38,7 +38,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
 import statistics
 import sys
 import tempfile
@@ -288,7 +287,6 @@ def main() -> int:
         parser.error("--tree-slots: trees grow from DFlash drafters, and hold its chain of 7")
     if arguments.trace_only and (arguments.pair != "dflash" or arguments.tree_slots):
         parser.error("--trace-only: the trace is played for chains of --pair dflash")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stopped daemons can't end by themselves
     arguments.out = arguments.out or ROOT / "benchmarks" / "results" / f"adapt-{time.strftime('%Y-%m-%d')}.json"
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     try:

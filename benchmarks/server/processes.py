@@ -1,8 +1,8 @@
 """Other programs, started and ended cleanly: each in its own process group, its output in a log file.
 
 `Processes` ends only what it started, in reverse order, however its `with` block is left: at the end, by an exception, by
-Ctrl-C. A group first gets SIGTERM and is killed only if it is still there after a while. vLLM's engine core is a child of the
-server, so it ends with the group.
+Ctrl-C, or by SIGTERM, which then does what Ctrl-C does. A group first gets SIGTERM and is killed only if it is still there
+after a while. vLLM's engine core is a child of the server, so it ends with the group.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,9 +80,14 @@ class Processes:
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
         self._children: list[Child] = []
+        self._handles_sigterm = False
         log_dir.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> Self:
+        is_main = threading.current_thread() is threading.main_thread()
+        self._handles_sigterm = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if self._handles_sigterm:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -90,6 +96,8 @@ class Processes:
         for child in reversed(self._children):
             _end(child)
         self._children.clear()
+        if self._handles_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def start(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> Child:
         """Run a command in the repository's root, with exactly this environment."""

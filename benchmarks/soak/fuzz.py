@@ -60,6 +60,7 @@ def run(processes: Processes, folder: Path, num_frames: int, num_requests: int, 
             ),
             "port": pool.submit(send_requests, daemon.port, num_requests // 2, 2 * seed + 2),
         }
+        stack.push(_end_attacks)
         ready.wait()
         honest = stack.enter_context(Fleet(daemon.engine_socket, 1, HONEST_EVERY_S))
         began_s = shown_s = time.monotonic()
@@ -105,6 +106,12 @@ def run(processes: Processes, folder: Path, num_frames: int, num_requests: int, 
         "exit_code": exit_code,
         "first_unhandled": unhandled[:3],
     }
+
+
+def _end_attacks(kind: type[BaseException] | None, *_: object) -> None:
+    """End the attackers when an exception ends the run: the pool would wait for the last of their frames."""
+    for attacker in multiprocessing.active_children() if kind is not None else ():
+        attacker.terminate()
 
 
 def _wait(ready: Barrier) -> None:

@@ -42,6 +42,25 @@ def test_all_are_ended_when_the_block_is_left_by_an_exception(tmp_path: Path) ->
     assert all(gone(pid) for pid in pids)
 
 
+def test_sigterm_ends_a_benchmark_as_ctrl_c_does(tmp_path: Path) -> None:
+    """A benchmark that was killed left its daemon and its attackers behind, and they spoiled what was measured next."""
+    program = f"""
+import os, time
+from pathlib import Path
+from benchmarks.server.processes import Processes
+with Processes(Path({str(tmp_path)!r})) as processes:
+    print(processes.start("one", ["sleep", "600"], os.environ).pid, flush=True)
+    time.sleep(600)
+"""
+    benchmark = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert benchmark.stdout is not None
+    child = int(benchmark.stdout.readline())
+    benchmark.terminate()
+    assert benchmark.wait(60) != 0
+    assert gone(child)
+    benchmark.stdout.close()
+
+
 def test_a_program_that_ignores_sigterm_goes_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.server.processes.STOP_S", 0.3)
     with Processes(tmp_path) as processes:
