@@ -167,6 +167,7 @@ class Service:
             in_background=self.in_background,
             clock=self.clock,
             monotonic=self.monotonic,
+            max_loss=settings.gate_settings().max_loss,
         )
         self.checksums = Checksums(
             self.rollout,

@@ -5,7 +5,8 @@ is active. A failed attempt is repeated, each time after twice the pause. After 
 until an operator recalibrates or a newer alarm replaces it.
 
 One training may win only a part of what there is. After one that won another follows after the pause, from the version that it
-made. The first one that wins nothing, or little although it wasn't cut short, is the last.
+made. The first one that wins nothing, or little although it wasn't cut short, is the last. So is one after which another
+workload has lost more than the gate's `max_loss` since the first.
 
 While two versions take turns, an alarm concerns both. It waits for the trial's end and is dropped only if one was worse.
 
@@ -24,6 +25,7 @@ import structlog
 
 from honed.adapt.monitor.drift import Alarm
 from honed.daemon.store.operations import Operation
+from honed.recalib.gate.gate import GateSettings
 
 log = structlog.get_logger("honed.recalibrations")
 
@@ -61,6 +63,8 @@ class Standing:
     """Attempts whose candidate the gate looked at, each of which spends a part of its error."""
     num_answers: int = 0
     """Recalibrations that won something for it; another one follows."""
+    kept: dict[str, float] = field(default_factory=dict)
+    """Acceptance lengths of other workloads after all of them, relative to before the first, as the gate expects them."""
 
     @property
     def is_given_up(self) -> bool:
@@ -97,14 +101,19 @@ class DriftAlarms:
 
     Args:
         pause_s: pause before the second attempt.
+        max_loss: the gate's.
         save: called with the alarms as JSON after each change.
         unix_ahead_s: Unix time minus monotonic time.
     """
 
     def __init__(
-        self, pause_s: float, save: Callable[[str], object] = lambda text: None, unix_ahead_s: Callable[[], float] = lambda: 0.0
+        self,
+        pause_s: float,
+        save: Callable[[str], object] = lambda text: None,
+        unix_ahead_s: Callable[[], float] = lambda: 0.0,
+        max_loss: float = GateSettings().max_loss,
     ) -> None:
-        self._pause_s, self._save, self._unix_ahead_s = pause_s, save, unix_ahead_s
+        self._pause_s, self._save, self._unix_ahead_s, self._max_loss = pause_s, save, unix_ahead_s, max_loss
         self._standing: dict[tuple[str, str], Standing] = {}
         self._held: dict[tuple[str, str], Standing] = {}
         self._answer: tuple[Operation, list[Standing]] | None = None
@@ -212,8 +221,14 @@ class DriftAlarms:
         won = max((row["candidate"] / row["parent"] for row in gate if row.get("must_gain")), default=1.0)
         if won < WORTH_MORE and not operation.detail.get("is_cut_short"):
             return
+        ratios = {row["workload"]: row["candidate"] / row["parent"] for row in gate if not row.get("must_gain")}
         for one in answered:
-            next_one = Standing(one.engine_id, one.alarm, due_s=now_s + self._pause_s, num_answers=one.num_answers + 1)
+            kept = one.kept | {workload: one.kept.get(workload, 1.0) * ratio for workload, ratio in ratios.items()}
+            if min(kept.values(), default=1.0) < 1.0 - self._max_loss:
+                log.info("drift is answered: more would cost other workloads", workload=one.alarm.workload, kept=kept)
+                continue
+            due_s = now_s + self._pause_s
+            next_one = Standing(one.engine_id, one.alarm, due_s=due_s, num_answers=one.num_answers + 1, kept=kept)
             self._standing.setdefault((one.engine_id, one.alarm.workload), next_one)
 
     def _drop_answered(self, operation: Operation) -> None:

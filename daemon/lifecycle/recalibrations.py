@@ -66,12 +66,13 @@ class Recalibrations:
         in_background: Callable[[Callable[[], None]], object],
         clock: Callable[[], float],
         monotonic: Callable[[], float],
+        max_loss: float,
     ) -> None:
         self._settings, self._rollout, self._lifecycle, self._canaries = settings, rollout, lifecycle, canaries
         self._trainer, self._drafters, self._swaps, self._eligible = trainer, drafters, swaps, eligible
         self._store, self._operations, self._journal = store, operations, journal
         self._lock, self._in_background, self._clock, self._monotonic = lock, in_background, clock, monotonic
-        self.alarms = DriftAlarms(settings.min_interval_s, self._keep_alarms, lambda: clock() - monotonic())
+        self.alarms = DriftAlarms(settings.min_interval_s, self._keep_alarms, lambda: clock() - monotonic(), max_loss)
         self._parent = ""
         self._engine_ids = frozenset[str]()
         """Engines whose samples the training uses."""

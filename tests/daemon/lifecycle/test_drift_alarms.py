@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -157,9 +158,9 @@ def test_an_alarm_that_comes_again_begins_no_new_attempts() -> None:
     assert [one.num_failed for one in alarms.due(1e9)] == [0]
 
 
-def win(alarms: DriftAlarms, now_s: float, gain: float = 1.003, *, is_cut_short: bool = True) -> None:
+def win(alarms: DriftAlarms, now_s: float, gain: float = 1.003, *, is_cut_short: bool = True, other: float = 1.0) -> None:
     """A recalibration of b succeeds."""
-    gate = [{"workload": "a", "parent": 2.0, "candidate": 2.1}]
+    gate: list[dict[str, Any]] = [{"workload": "a", "parent": 2.0, "candidate": 2.0 * other}]
     gate += [{"workload": "b", "parent": 2.0, "candidate": 2.0 * gain, "must_gain": True}]
     detail = {"parent": "v0001-x", "workloads": ["b"], "gate": gate, "is_cut_short": is_cut_short}
     won = replace(operation(), detail=detail)
@@ -176,6 +177,21 @@ def test_after_a_whole_training_that_won_much_another_follows(gain: float, is_la
     assert [one["answers"] for one in alarms.view(0.0)] == [1]
     win(alarms, 200.0, gain, is_cut_short=False)
     assert [one["answers"] for one in alarms.view(200.0)] == ([] if is_last else [2])
+
+
+def test_no_other_follows_once_all_of_them_together_have_cost_another_workload_too_much() -> None:
+    """The gate looks at one at a time: twenty of them could each lose what it allows."""
+    saved: list[str] = []
+    alarms = DriftAlarms(PAUSE_S, saved.append)
+    alarms.note("e", alarm("b"))
+    for number, expected in enumerate((1, 1, 0)):
+        win(alarms, 1000.0 * number, 1.2, other=0.988)
+        alarms.load(saved[-1], lambda operation_id: None, 1000.0 * number)
+        assert len(alarms.view(1000.0 * number)) == expected
+    alarms.note("e", alarm("b"))
+    for number in range(10):
+        win(alarms, 1000.0 * number, 1.2)
+        assert alarms.view(1000.0 * number), "a gain, or no loss, ends nothing"
 
 
 def test_a_training_that_was_cut_short_is_followed_by_others_until_one_wins_nothing() -> None:
