@@ -140,19 +140,22 @@ class Drafters:
             return False
         return is_for_target(manifest, hello.target_path, self.digest_of(hello.target_path))
 
-    def hint(self, own: str, live: str, hello: EngineHello | None) -> str:
+    def hint(self, own: str, live: str, hello: EngineHello | None, *, is_active_served: bool) -> str:
         """What an operator should know if the checkpoint that an engine came with isn't the active version; else "".
 
         The active version may be for another target, or be live although the engine's own checkpoint is newer.
 
         Args:
             own, live: versions of that checkpoint, and of what the engine runs.
+            is_active_served: whether another engine is there that the active version is for.
         """
         active = self.active
         if not own or own == active:
             return ""
         if active and self.is_for(own, hello) and not self.is_for(active, hello):
             what = f"the active version {active} is for another target or method, so honed leaves this engine's drafter alone"
+            if is_active_served:  # whose turn it is to be left alone is no question of promoting
+                return f"{what}: a second model needs a daemon and a trainer of its own (docs/install.md, several models)"
             return f"{what}: `honed promote {own}` makes the one that it came with active"
         if live != active:
             return ""

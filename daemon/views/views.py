@@ -99,10 +99,14 @@ def engines(service: Service, recent: dict[str, tuple[Counts, float]] | None = N
     with service.lock:
         now_s = service.monotonic()
         documents = []
-        for engine in service.engines.by_id.values():
+        known, active = service.engines.by_id.values(), service.drafters.active
+        is_served = any(
+            service.engines.is_connected(one, now_s) and service.drafters.is_for(active, one.hello) for one in known if active
+        )
+        for engine in known:
             counts, tokens_per_s = found.get(engine.engine_id, (Counts(), 0.0))
             is_connected = service.engines.is_connected(engine, now_s)
-            hint = service.drafters.hint(engine.boot.own_version, engine.live_version, engine.hello)
+            hint = service.drafters.hint(engine.boot.own_version, engine.live_version, engine.hello, is_active_served=is_served)
             documents.append(asdict(engine_view(engine, now_s, is_connected, counts, tokens_per_s, hint)))
         return documents
 

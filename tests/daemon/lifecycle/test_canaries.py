@@ -125,6 +125,19 @@ def test_a_trial_holds_up_no_engine_that_takes_no_part(stage: Stage, other: Serv
     assert standing["engine_id"] == "engine-1"
 
 
+def test_a_second_model_beside_the_active_one_s_is_sent_to_a_daemon_of_its_own(stage: Stage, other: ServingEngine) -> None:
+    """`honed promote` would only turn the two round."""
+    other.attach(target_path="/models/other")
+    notes = {one["engine_id"]: one["note"] for one in stage.client.get("/v1/engines").json()}
+    assert notes["engine-0"] == ""
+    assert "a second model needs a daemon and a trainer of its own" in notes["engine-1"]
+    assert "honed promote" not in notes["engine-1"]
+    with stage.service.lock:
+        stage.service.engines.by_id["engine-0"].last_seen_s -= 3600.0
+    (left,) = [one["note"] for one in stage.client.get("/v1/engines").json() if one["engine_id"] == "engine-1"]
+    assert f"`honed promote {other.live_version}` makes the one that it came with active" in left
+
+
 def for_another_target(stage: Stage, value: float) -> str:
     """A version that the engine can't run."""
     return stage.service.drafters.registry.create(
