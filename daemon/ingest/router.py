@@ -41,6 +41,8 @@ MAX_WAITING_BYTES = 1 << 20
 """A peer that has so much to read gets no more."""
 BYTES_PER_TURN = 1 << 16
 """Most bytes read of a connection before the others' turn."""
+READ_BYTES, TURN_S = 1 << 13, 0.02
+"""Bytes read at a time, and time after which it is the others' turn: small messages cost time, not bytes."""
 HANDSHAKE_S = 10.0
 SILENT_S = 10.0
 """Engines and trainers send every second; one that has been silent for so long makes room for a new connection."""
@@ -215,15 +217,17 @@ class Router:
                 self._close(connection)
 
     def _read(self, connection: _Connection) -> None:
-        num_bytes = 0
+        num_bytes, until_s = 0, time.monotonic() + TURN_S
         try:
-            while num_bytes < BYTES_PER_TURN and (data := connection.socket.recv(1 << 16)):
+            while num_bytes < BYTES_PER_TURN and (data := connection.socket.recv(READ_BYTES)):
                 num_bytes += len(data)
                 for message in connection.zmtp.receive(data):
                     connection.heard_s = time.monotonic()
                     self._handle(connection.peer, message)
                 if connection.zmtp.num_bytes:
                     self._bound_incomplete()
+                if time.monotonic() > until_s:
+                    return
             if not num_bytes or not data:
                 self._close(connection)
         except BlockingIOError:
