@@ -147,7 +147,7 @@ def test_watching_outlives_a_restart_of_the_daemon(run: Run, monkeypatch: pytest
 
 @pytest.mark.parametrize("command", ["train", "vllm-args"])
 def test_a_runtime_folder_that_others_may_have_made_is_refused(run: Run, paths: dict[str, Path], command: str) -> None:
-    """Trainer and vLLM would talk to whoever made it in /tmp first."""
+    """Anybody may make it in /tmp first. Trainer and vLLM would talk to them."""
     paths["runtime_dir"].mkdir()
     paths["runtime_dir"].chmod(0o777)
     paths["runtime_dir"].parent.chmod(0o1777)
