@@ -98,7 +98,9 @@ class Service:
         self.overrides = Overrides(self.store, self.journal, controller_settings, clock, monotonic)
         self.trainer = Trainer(self.router.send, daemon_id, settings.recalibration.trainer_lost_s, monotonic)
         tells_steps = settings.trainer_settings().when == "spare"
-        self.steering = Steering(controller_settings, self.router.send, self.on_alarm, tells_steps=tells_steps)
+        self.steering = Steering(
+            controller_settings, self.router.send, self.on_alarm, lock=self.lock, tells_steps=tells_steps
+        )
         self.swaps = Swaps(self.engines, self.drafters, self.rollout, self.router.send, monotonic, self._on_refusal)
         self.live = LiveRounds()
         """Rounds since the daemon started."""
@@ -120,7 +122,7 @@ class Service:
         """`http.metrics_web_config`, once it is read."""
         self.is_ending = threading.Event()
         """Set before the HTTP listeners stop: endless answers end."""
-        self._next_tick_s = 0.0
+        self._next_tick_s, self._steers_soon = 0.0, False
         self._ticker = threading.Thread(target=self._run, name="honed-ticker", daemon=True)
         self.last_tick_s = monotonic()
 
@@ -223,7 +225,7 @@ class Service:
             lock=self.lock,
             in_background=self.in_learning,
             tell_of_trial=self.canaries.tell_of_trial,
-            on_ready=lambda: self.steer(self.monotonic()),
+            on_ready=self.steer_soon,
         )
         self.greeting = Greeting(
             self.store,
@@ -322,20 +324,24 @@ class Service:
             self.last_tick_s = self.monotonic()
 
     def _turn(self) -> float:
-        """Learn from one batch, and tick if it is time.
+        """Learn from one batch; tick, and send policies, if it is time.
 
-        Returns how long the lock is then left to frames and requests, which mustn't wait for many batches to be learned.
+        Returns how long the interpreter is then left to frames and requests, which mustn't wait for many batches to be learned.
         """
-        with self.lock:
-            began_s = self.monotonic()
-            is_left = self.steering.observe(1)
-            if began_s >= self._next_tick_s:
-                self._next_tick_s = began_s + TICK_S
-                self.tick(began_s)
+        began_s = self.monotonic()
+        is_left = self.steering.observe(1)
+        now_s = self.monotonic()
+        if is_due := now_s >= self._next_tick_s:
+            self._next_tick_s = now_s + TICK_S
+            with self.lock:
+                self.tick(now_s)
+        if is_due or self._steers_soon:
+            self._steers_soon = False
+            self.steer(now_s)
         return (self.monotonic() - began_s) * REST_PER_WORK if is_left else LEARN_S
 
     def tick(self, now_s: float) -> None:
-        """Once a second: handle deadlines, policies and lost peers. Where a part fails, as on a bad disk, the others go on."""
+        """Once a second: handle deadlines and lost peers. Where a part fails, as on a bad disk, the others go on."""
         for part in (
             lambda _: self.overrides.expire(),
             self.swaps.tick,
@@ -346,7 +352,6 @@ class Service:
             lambda _: self.purges.tick(),
             self.sharing.tick,
             self.engines.tick,
-            self.steer,
         ):
             try:
                 part(now_s)
@@ -354,10 +359,17 @@ class Service:
                 log.exception("a part of the tick failed", error=str(error))
 
     def steer(self, now_s: float) -> None:
-        """Send changed and due policies."""
-        for engine in self.engines.connected(now_s):
-            extra = self.recalibrations.capture_override(engine.engine_id, now_s)
-            self.steering.steer([engine], self.overrides.active(extra), now_s)
+        """Send changed and due policies. Call it without the lock."""
+        with self.lock:
+            wanted = [
+                (engine, self.overrides.active(self.recalibrations.capture_override(engine.engine_id, now_s)))
+                for engine in self.engines.connected(now_s)
+            ]
+        self.steering.steer(wanted, now_s)
+
+    def steer_soon(self) -> None:
+        """Let the ticker steer at its next turn: a controller may be learning, and frames and requests mustn't wait for it."""
+        self._steers_soon = True
 
     # --- messages of engines and trainers (router's thread) -------------------------------------------------------------
 
@@ -390,9 +402,8 @@ class Service:
             self.engines.keep(boot)
 
     def _on_welcome(self, engine: Engine) -> None:
-        now_s = self.monotonic()
-        self.swaps.on_engine(engine, now_s)
-        self.steer(now_s)
+        self.swaps.on_engine(engine, self.monotonic())
+        self.steer_soon()
         # Engines that name ever new checkpoints mustn't fill the disk.
         self.in_background(self.old_versions.remove)
 

@@ -70,6 +70,8 @@ FAULTS = (
     "engines that wait behind replays of the log",
     "a reader that holds up engines",
     "a thousand hellos at once",
+    "an engine that floods the daemon",
+    "a batch that takes long to learn",
     "values out of range in a frame",
     "a batch under another engine's ids",
     "a wall clock that is wrong",

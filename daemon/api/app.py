@@ -153,9 +153,9 @@ def add_reading(app: APIRouter, service: Service) -> None:
     def beliefs(engine_id: Name) -> dict[str, Any]:
         """The controller's estimates for an engine, and the resulting draft lengths."""
         with service.lock:
-            engine = service.engines.get(engine_id)
-            found: dict[str, Any] = finite(service.steering.beliefs(engine))
-            return found
+            service.engines.get(engine_id)  # raises UnknownError
+        found: dict[str, Any] = finite(views.beliefs(service, [engine_id])[engine_id])
+        return found
 
     @app.get("/v1/workloads", response_model=list[models.WorkloadView])
     def workloads(window_s: Annotated[float, Query(ge=0, le=1e9, allow_inf_nan=False)] = 300.0) -> Any:

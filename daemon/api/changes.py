@@ -210,7 +210,7 @@ def add_changes(router: APIRouter, service: Service) -> None:
             now_s = service.monotonic()
             most = service.engines.drafts_most(now_s)
             service.overrides.set(name, body.value, body.ttl_s, body.reason, actor, most)
-            service.steer(now_s)
+            service.steer_soon()
             return next(one for one in service.overrides.listing() if one["name"] == name)
 
         return changes.done(generation, key, fingerprint("override.set", name, body.model_dump()), act)
@@ -221,7 +221,7 @@ def add_changes(router: APIRouter, service: Service) -> None:
 
         def act() -> bool:
             service.overrides.clear(name, "", actor)
-            service.steer(service.monotonic())
+            service.steer_soon()
             return True
 
         changes.done(generation, key, fingerprint("override.clear", name), act)

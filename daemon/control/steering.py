@@ -7,9 +7,9 @@ engine whose daemon has died therefore falls back by itself.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import structlog
 
@@ -19,55 +19,52 @@ from honed.adapt.monitor.drift import Alarm
 from honed.adapt.protocol import wire
 from honed.adapt.protocol.workloads import workload_of
 from honed.daemon.ingest.engines import Engine
+from honed.daemon.store.fair_queue import FairQueue
 
 log = structlog.get_logger("honed.steering")
 
 REFRESH_SHARE = 0.25
 """Share of a policy's time to live after which it is sent again unchanged."""
-MAX_WAITING_BATCHES, MAX_WAITING_ROUNDS = 1000, 100_000
-"""Above either, the oldest aren't learned: policies stay up to date, and memory bounded."""
+MAX_WAITING_ROUNDS, ROUNDS_OF_A_BATCH = 200_000, 100
+"""Above it, batches aren't learned: policies stay up to date, and memory bounded. A batch costs as much as so many rounds, and
+its own."""
 
 
 class Backlog:
-    """Batches that wait, oldest first; bounded."""
+    """Batches that wait, oldest first; engines take turns. Bounded."""
 
     def __init__(self) -> None:
-        self._batches: deque[tuple[Engine, wire.EventBatch]] = deque()
-        self._num_rounds = 0
+        self._queue: FairQueue[tuple[Engine, wire.EventBatch]] = FairQueue()
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self._queue)
 
     def put(self, engine: Engine, batch: wire.EventBatch) -> int:
-        """Add a batch. Returns how many of the oldest were dropped for it; one that is too large alone is kept."""
-        self._batches.append((engine, batch))
-        self._num_rounds += len(batch.rounds.step)
+        """Add a batch. Returns how many were dropped for it, the oldest of those who have most; the last one is kept."""
+        self._queue.put(engine.engine_id, (engine, batch), len(batch.rounds.step) + ROUNDS_OF_A_BATCH)
         dropped = 0
-        while len(self) > MAX_WAITING_BATCHES or (self._num_rounds > MAX_WAITING_ROUNDS and len(self) > 1):
-            self.take()
+        while self._queue.size > MAX_WAITING_ROUNDS and len(self) > 1:
+            self._queue.drop()
             dropped += 1
         return dropped
 
     def take(self) -> tuple[Engine, wire.EventBatch]:
-        """Remove the oldest batch. Raises IndexError if there is none."""
-        engine, batch = self._batches.popleft()
-        self._num_rounds -= len(batch.rounds.step)
-        return engine, batch
+        """Remove a batch. Raises IndexError if there is none."""
+        return self._queue.take()
 
-    def take_of(self, engine: Engine) -> list[tuple[Engine, wire.EventBatch]]:
-        """Remove all batches of one engine."""
-        taken = [self.take() for _ in range(len(self))]
-        self.put_back([one for one in taken if one[0] is not engine])
-        return [one for one in taken if one[0] is engine]
-
-    def put_back(self, batches: list[tuple[Engine, wire.EventBatch]]) -> None:
-        """Put batches before all others."""
-        self._batches.extendleft(reversed(batches))
-        self._num_rounds += sum(len(batch.rounds.step) for _, batch in batches)
+    def move(self, engine: Engine, to: Backlog) -> None:
+        """Move the batches of an engine's boot before all others of the engine in another backlog."""
+        found = self._queue.take_all(engine.engine_id)
+        self._queue.put_back(engine.engine_id, [one for one in found if one[0][0] is not engine])
+        to._queue.put_back(engine.engine_id, [one for one in found if one[0][0] is engine])
 
 
 class Steering:
-    """The controllers of all engines. Guarded by the service's lock."""
+    """The controllers of all engines. Guarded by the service's lock, which `observe` and `steer` take themselves.
+
+    Args:
+        lock: the service's.
+    """
 
     def __init__(
         self,
@@ -75,10 +72,13 @@ class Steering:
         send: Callable[[bytes, wire.Policy], None],
         on_alarm: Callable[[Engine, Alarm], None],
         *,
+        lock: threading.RLock,
         tells_steps: bool = False,
     ) -> None:
         self._settings, self._send, self._on_alarm, self._tells_steps = settings, send, on_alarm, tells_steps
+        self._lock = lock
         self._waiting, self._held = Backlog(), Backlog()
+        self._is_learning = False
         self.skipped_batches = 0
         """Batches skipped because they arrived faster than the controllers could learn."""
         self.alarms: Counter[tuple[str, str]] = Counter()
@@ -94,43 +94,62 @@ class Steering:
     @property
     def num_waiting(self) -> int:
         """Batches that the controllers haven't learned yet."""
-        return len(self._waiting)
+        return len(self._waiting) + self._is_learning
 
     def observe(self, limit: int = 100) -> bool:
-        """Learn from at most `limit` batches. Returns True if some are left."""
-        for _ in range(min(limit, len(self._waiting))):
-            engine, batch = self._waiting.take()
-            if engine.awaits_controller and not engine.is_replaced:
-                self.skipped_batches += self._held.put(engine, batch)
-                continue
-            controller = self.controller(engine)
-            if controller is None or batch.seq <= engine.learned_seq:
-                continue
+        """Learn from at most `limit` batches. Returns True if some are left.
+
+        Call it without the lock: frames and requests mustn't wait while a batch is learned.
+        """
+        for _ in range(limit):
+            with self._lock:
+                if not self._waiting:
+                    break
+                engine, batch = self._waiting.take()
+                if engine.awaits_controller and not engine.is_replaced:
+                    self.skipped_batches += self._held.put(engine, batch)
+                    continue
+                controller = self.controller(engine)
+                if controller is None or batch.seq <= engine.learned_seq:
+                    continue
+                self._is_learning = True
             try:
-                alarms = controller.observe(batch)
-            except Exception as error:
-                self.errors += 1
-                is_ours = not isinstance(error, ValueError)  # `observe` raises ValueError for inconsistent columns
-                why = str(error) or type(error).__name__
-                log.warning("can't learn from a batch", engine_id=engine.engine_id, seq=batch.seq, error=why, exc_info=is_ours)
-                continue
+                self._learn(engine, controller, batch)
+            finally:
+                self._is_learning = False
+        return bool(self._waiting)
+
+    def _learn(self, engine: Engine, controller: EngineController, batch: wire.EventBatch) -> None:
+        try:
+            alarms = controller.observe(batch)
+        except Exception as error:
+            self.errors += 1
+            is_ours = not isinstance(error, ValueError)  # `observe` raises ValueError for inconsistent columns
+            why = str(error) or type(error).__name__
+            log.warning("can't learn from a batch", engine_id=engine.engine_id, seq=batch.seq, error=why, exc_info=is_ours)
+            return
+        if not alarms:
+            return
+        with self._lock:
             for alarm in alarms:
                 known = {workload for engine_id, workload in self.alarms if engine_id == engine.engine_id}
                 self.alarms[engine.engine_id, workload_of(alarm.workload, known)] += 1
                 self._on_alarm(engine, alarm)
-        return bool(self._waiting)
 
     def give(self, engine: Engine, controller: EngineController | None, learned_seq: int) -> None:
         """Give an engine the controller it awaits, which knows this boot's batches up to `learned_seq` from the log."""
         engine.controller, engine.awaits_controller, engine.learned_seq = controller, False, learned_seq
-        self._waiting.put_back(self._held.take_of(engine))
+        self._held.move(engine, self._waiting)
 
-    def steer(self, engines: Iterable[Engine], overrides: list[Override], now_s: float) -> None:
-        """Send each engine its policy if it changed or needs a refresh.
+    def steer(self, wanted: Iterable[tuple[Engine, list[Override]]], now_s: float) -> None:
+        """Send each engine its policy if it changed or needs a refresh. Call it without the lock, as `observe`.
 
         An engine whose policy can't be made falls back by itself when its last one expires; the others aren't affected.
+
+        Args:
+            wanted: engines, with the overrides that are in force for each.
         """
-        for engine in engines:
+        for engine, overrides in wanted:
             try:
                 self._steer(engine, overrides, now_s)
                 self._failing.pop(engine.engine_id, None)
@@ -142,14 +161,16 @@ class Steering:
                     log.exception("an engine isn't steered", engine_id=engine.engine_id, error=why)
 
     def _steer(self, engine: Engine, overrides: list[Override], now_s: float) -> None:
-        controller = self.controller(engine)
+        with self._lock:
+            controller = self.controller(engine)
         if controller is None or not self.is_steerable(engine):
             return
         policy = controller.propose(now_s, overrides)
-        is_due = now_s - engine.policy_sent_s >= policy.ttl_s * REFRESH_SHARE
-        if policy is not engine.policy or is_due:
-            engine.policy, engine.policy_sent_s = policy, now_s
-            self._send(engine.peer, policy)
+        with self._lock:
+            is_due = now_s - engine.policy_sent_s >= policy.ttl_s * REFRESH_SHARE
+            if (policy is not engine.policy or is_due) and controller is engine.controller:
+                engine.policy, engine.policy_sent_s = policy, now_s
+                self._send(engine.peer, policy)
 
     def forget(self, engine_id: str) -> None:
         """Drop what is kept of an engine by its id."""
@@ -182,16 +203,6 @@ class Steering:
 
     def _settings_for(self, hello: wire.EngineHello) -> ControllerSettings:
         return self._settings.with_graphs(hello.captured_tokens, hello.captured_lengths)
-
-    def beliefs(self, engine: Engine) -> dict[str, Any]:
-        """Estimates of the engine's controller, JSON-able."""
-        controller = self.controller(engine)
-        return dict(controller.beliefs()) if controller is not None else {}
-
-    def headline(self, engine: Engine) -> dict[str, float | None]:
-        """The few figures of `beliefs` for metrics; cheap."""
-        controller = self.controller(engine)
-        return controller.headline() if controller is not None else {}
 
     @staticmethod
     def is_steerable(engine: Engine) -> bool:

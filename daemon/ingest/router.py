@@ -41,7 +41,7 @@ MAX_WAITING_BYTES = 1 << 20
 """A peer that has so much to read gets no more."""
 BYTES_PER_TURN = 1 << 16
 """Most bytes read of a connection before the others' turn."""
-READ_BYTES, TURN_S = 1 << 13, 0.02
+READ_BYTES, TURN_S = 1 << 13, 0.005
 """Bytes read at a time, and time after which it is the others' turn: small messages cost time, not bytes."""
 HANDSHAKE_S = 10.0
 SILENT_S = 10.0
@@ -170,6 +170,8 @@ class Router:
             # A peer that connects anew has closed its old connection: that end is seen first.
             for connection in sorted((key.data for key, _ in ready if key.data is not None), key=lambda one: one.peer):
                 self._read(connection)
+                if self._outgoing:  # acknowledgements don't wait for the others' turns
+                    self._write()
             self._accept()
             self._close_stuck()
             self._write()

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from honed.adapt.control.controller import EngineController
 from honed.adapt.control.settings import MODES
 from honed.daemon.control.overrides import NAMES, Overrides
-from honed.daemon.control.steering import Steering
 from honed.daemon.ingest.engines import Engines
 from honed.daemon.metrics.labels import counter, engine_counter, engine_gauge, engines_present, engines_shown, labels_of, summed
 from honed.daemon.service import Service
@@ -23,6 +23,9 @@ DECISIONS = frozenset(
 _FROM_ZERO = ("policy", "no_policy", "stale_policy", "error", "unplanned")
 """Those that a dashboard or an alert looks for before they happen."""
 
+Controllers = list[tuple[list[str], EngineController]]
+"""Values of ENGINE_LABELS, with the controller of their engine."""
+
 
 def families(service: Service) -> Iterator[Metric]:
     """The group, under the service's lock."""
@@ -31,7 +34,6 @@ def families(service: Service) -> Iterator[Metric]:
     yield from _load(service.engines, service.monotonic())
     yield from _policy(service.engines, service.monotonic())
     yield from _decisions(service)
-    yield from _beliefs(service.engines, service.steering, service.monotonic())
     yield from _overrides(service.overrides)
 
 
@@ -98,19 +100,29 @@ def _decisions(service: Service) -> Iterator[Metric]:
     yield from (decisions, drift)
 
 
-def _beliefs(engines: Engines, steering: Steering, now_s: float) -> Iterator[Metric]:
-    found = (
+def controllers(service: Service) -> Controllers:
+    """Data of `beliefs`; call under the service's lock."""
+    return [
+        (labels_of(engine), controller)
+        for engine in engines_present(service.engines, service.monotonic())
+        if (controller := service.steering.controller(engine)) is not None
+    ]
+
+
+def beliefs(found: Controllers) -> Iterator[Metric]:
+    """What the controllers expect, from the result of `controllers`; without the lock, since one may be learning."""
+    gauges = (
         ("predicted_seconds", engine_gauge("honed_step_time_predicted_seconds", "Step time predicted, smoothed.")),
         ("measured_seconds", engine_gauge("honed_step_time_measured_seconds", "Step time measured, smoothed.")),
         ("speedup", engine_gauge("honed_speedup_estimated_ratio", "Estimated speed relative to no drafts.")),
     )
-    for engine in engines_present(engines, now_s):
-        headline = steering.headline(engine)
-        for name, family in found:
+    for labels, controller in found:
+        headline = controller.headline()
+        for name, family in gauges:
             value = headline.get(name)
             if value is not None and math.isfinite(value):
-                family.add_metric(labels_of(engine), value)
-    yield from (family for _, family in found)
+                family.add_metric(labels, value)
+    yield from (family for _, family in gauges)
 
 
 def _overrides(overrides: Overrides) -> Iterator[Metric]:

@@ -36,10 +36,12 @@ class LiveCollector:
 
     def collect(self) -> Iterator[Metric]:
         service = self._service
-        # Read under the lock, so that a scrape shows one moment. The many acceptance samples are made outside it.
+        # Read under the lock, so that a scrape shows one moment. What takes long is made outside it.
         with service.lock:
             families = [family for group in GROUPS for family in group.families(service)]
             rounds = acceptance.read(service.engines, service.live)
+            controllers = control.controllers(service)
         yield from families
+        yield from control.beliefs(controllers)
         yield from acceptance.families(rounds)
         yield from process.process_families()

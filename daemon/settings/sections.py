@@ -122,7 +122,8 @@ class StoreSettings(Section):
     synchronous: Literal["FULL", "EXTRA"] = "FULL"
     """NORMAL isn't offered: in WAL mode it loses acknowledged commits when the power fails."""
     queue_bytes: int = 256 << 20
-    """Limit of received, uncommitted batches. Further ones stay with their engines, unacknowledged."""
+    """Limit of received, uncommitted batches, half of it for an engine alone. Further ones stay with their engines,
+    unacknowledged."""
     commit_interval_s: float = 0.05
     """Time for which the writer gathers batches for one commit."""
 

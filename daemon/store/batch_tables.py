@@ -18,12 +18,11 @@ _ADD_COUNTS = ", ".join(
 _COLUMNS = (*COUNT_COLUMNS, *POSITION_COLUMNS)
 _NAMED = ", ".join(f":{name}" for name in _COLUMNS)
 
-INSERT_BATCH = """
+INSERT_BATCHES = """
 INSERT INTO batches (engine_id, boot_id, seq, received_unix_ns, sent_unix_ns, stored_s, drafter_version, steps,
   rounds, draft_tokens, accepted_tokens, malformed, bytes, frame_bytes, frame)
-VALUES (:engine_id, :boot_id, :seq, :received_unix_ns, :sent_unix_ns, :stored_s, :drafter_version, :steps,
-  :rounds, :draft_tokens, :accepted_tokens, :malformed, :bytes, :frame_bytes, :frame)
-"""
+VALUES """
+_BATCH = "(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 ADD_RAW_BYTES = "UPDATE meta SET value = value + ? WHERE key = 'raw_bytes'"
 ADD_TO_ROLLUP = f"""
 INSERT INTO rollups (resolution_s, bucket_s, engine_id, workload, drafter_version, stored_s, {", ".join(_COLUMNS)})
@@ -84,6 +83,7 @@ def insert(db: Database, group: list[StoredBatch], now_s: float) -> int:
     committed: dict[tuple[str, str], int] = {}
     boots: dict[tuple[str, str], _Boot] = {}
     rollups: dict[tuple[int, int, str, str, str], Counts] = {}
+    rows: list[Any] = []
     raw_bytes = 0
     for item in group:
         batch, counts = item.batch, item.counts
@@ -96,25 +96,10 @@ def insert(db: Database, group: list[StoredBatch], now_s: float) -> int:
         committed[key] = batch.seq
         total = counts.total
         compressed = zlib.compress(item.frame, 1)
-        row: dict[str, Any] = {
-            "engine_id": batch.engine_id,
-            "boot_id": batch.boot_id,
-            "seq": batch.seq,
-            "received_unix_ns": item.received_unix_ns,
-            "sent_unix_ns": batch.sent_unix_ns,
-            "stored_s": int(now_s),
-            "drafter_version": batch.drafter_version,
-            "steps": counts.steps,
-            "rounds": total.rounds,
-            "draft_tokens": total.draft_tokens,
-            "accepted_tokens": total.accepted_tokens,
-            "malformed": counts.malformed,
-            "bytes": len(item.frame),
-            "frame_bytes": len(compressed),
-            "frame": compressed,
-        }
+        rows += (batch.engine_id, batch.boot_id, batch.seq, item.received_unix_ns, batch.sent_unix_ns, int(now_s))
+        rows += (batch.drafter_version, counts.steps, total.rounds, total.draft_tokens, total.accepted_tokens)
+        rows += (counts.malformed, len(item.frame), len(compressed), compressed)
         raw_bytes += len(compressed)
-        db.conn.execute(INSERT_BATCH, row)
         boot = boots.setdefault(key, _Boot(Counts(), {"batches": 0, "missing_batches": 0, "malformed_batches": 0}))
         boot.counts.add(total)
         boot.values["batches"] += 1
@@ -125,8 +110,10 @@ def insert(db: Database, group: list[StoredBatch], now_s: float) -> int:
             for resolution in RESOLUTIONS_S:
                 where = (resolution, second - second % resolution, batch.engine_id, workload, batch.drafter_version)
                 rollups.setdefault(where, Counts()).add(cell)
+    if rows:  # by one statement: each one waits for the interpreter, which other threads use
+        db.conn.execute(INSERT_BATCHES + ", ".join([_BATCH] * (len(rows) // _BATCH.count("?"))), rows)
     for (engine_id, boot_id), boot in boots.items():
-        row = {"engine_id": engine_id, "boot_id": boot_id, **boot.values, **boot.counts.row()}
+        row: dict[str, Any] = {"engine_id": engine_id, "boot_id": boot_id, **boot.values, **boot.counts.row()}
         db.conn.execute(ADD_TO_BOOT, row)
     for (resolution, bucket, engine_id, workload, version), sums in rollups.items():
         row = {"resolution_s": resolution, "bucket_s": bucket, "engine_id": engine_id, "workload": workload}

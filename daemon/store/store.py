@@ -3,8 +3,9 @@
 Guarantees: a batch reported as committed survives a killed process and a power cut (synchronous=FULL: the log is synced
 before COMMIT returns). One transaction stores a batch and counts it in the roll-ups. The same (engine, boot, seq) is
 never stored twice. While the disk refuses, or a file of the database is gone, batches wait in memory up to `queue_bytes`
-and are retried; above that `put` returns False and the engine keeps them. States (`keep`) wait and are retried, too: the
-latest of each is stored once the disk takes it.
+and are retried; above that `put` returns False and the engine keeps them. Engines take turns, so that one that floods the
+daemon doesn't delay the others' acknowledgements. States (`keep`) wait and are retried, too: the latest of each is stored once
+the disk takes it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from honed.daemon.store import batch_tables
 from honed.daemon.store.age import AgeClock, uptime_s
 from honed.daemon.store.batch_tables import StoredBatch
 from honed.daemon.store.database import DatabaseFiles, Reader, check_sqlite_version, connect, why_not
+from honed.daemon.store.fair_queue import FairQueue
 from honed.daemon.store.histogram import Histogram
 from honed.daemon.store.migrations import check_known, migrations
 from honed.daemon.store.pruning import Pruning
@@ -36,7 +38,8 @@ from honed.daemon.store.rollups import BatchCounts
 T = TypeVar("T")
 log = structlog.get_logger("honed.store")
 
-MAX_GROUP_BYTES = 16 << 20
+MAX_GROUP_BYTES, MAX_GROUP_BATCHES = 16 << 20, 25
+"""Most that one transaction stores; the next batch of an engine waits no longer than for one."""
 RETRY_S = 0.5
 LOG_EVERY_S = 10.0
 COMMIT_BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -75,9 +78,10 @@ class Store:
         except sqlite3.Error as error:
             raise StartError(f"database {path}: {error}{why_not(error, path)}") from error
         self._changed = threading.Condition()
-        self._batches: deque[StoredBatch] = deque()
+        self._batches: FairQueue[StoredBatch] = FairQueue()
+        self._group: list[StoredBatch] = []
+        """Batches of the present transaction, until it is committed."""
         self._jobs: deque[_Job] = deque()
-        self._queued_bytes = 0
         self._is_closing = False
         self._is_busy = False
         self._pruning = Pruning(settings, self._age, monotonic)
@@ -110,7 +114,7 @@ class Store:
         """Wait until queued batches are committed and `on_commit` was called; False after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while self._batches or self._jobs or self._is_busy:
+            while self.queued_batches or self._jobs or self._is_busy:
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._thread.is_alive():
                     return False
@@ -123,7 +127,8 @@ class Store:
 
     @property
     def queued_batches(self) -> int:
-        return len(self._batches)
+        """Batches that aren't committed yet."""
+        return len(self._batches) + len(self._group)
 
     @property
     def size_bytes(self) -> int:
@@ -137,13 +142,15 @@ class Store:
         return total
 
     def put(self, batch: StoredBatch) -> bool:
-        """Queue a batch; False if the queue is full. Never blocks."""
+        """Queue a batch; False if the queue is full, or has less room left than its engine uses. Never blocks."""
+        engine_id, size = batch.batch.engine_id, len(batch.frame)
         with self._changed:
-            if self._is_closing or self._queued_bytes + len(batch.frame) > self._settings.queue_bytes:
+            free = self._settings.queue_bytes - self._batches.size - _bytes_of(self._group)
+            if self._is_closing or self._batches.size_of(engine_id) + size > free:
                 return False
-            self._batches.append(batch)
-            self._queued_bytes += len(batch.frame)
-            self._changed.notify_all()
+            self._batches.put(engine_id, batch, size)
+            if len(self._batches) in (1, MAX_GROUP_BATCHES):  # what the writer waits for
+                self._changed.notify_all()
             return True
 
     def submit(self, job: Callable[[Database], T]) -> Future[T]:
@@ -211,10 +218,10 @@ class Store:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._batches or self._jobs or self._is_closing):
+                while not (self.queued_batches or self._jobs or self._is_closing):
                     if not self._changed.wait(self._pruning.due_in_s()):
                         break
-                if self._is_closing and not self._batches and not self._jobs:
+                if self._is_closing and not self.queued_batches and not self._jobs:
                     return
                 self._is_busy = True
             self._run_jobs()
@@ -285,7 +292,7 @@ class Store:
         self._changed.wait_for(lambda: self._is_closing, RETRY_S)
 
     def _note_success(self) -> None:
-        self.is_failing = self.is_failing and bool(self._batches)
+        self.is_failing = self.is_failing and self.queued_batches > 0
 
     def _log_rarely(self, event: str, **about: Any) -> None:
         """Log an error once in `LOG_EVERY_S`: it lasts, and is tried again often. All are counted."""
@@ -312,12 +319,13 @@ class Store:
 
     def _commit_batches(self) -> None:
         """Store a group of batches in one transaction; keep them for later if the disk refuses."""
-        if not self._batches:
+        if not self.queued_batches:
             return
         with self._changed:
-            if self._settings.commit_interval_s and not self._is_closing:
-                self._changed.wait_for(lambda: self._is_closing or bool(self._jobs), self._settings.commit_interval_s)
-            group = list(self._group())
+            if self._settings.commit_interval_s and not self._group:
+                self._changed.wait_for(self._is_in_a_hurry, self._settings.commit_interval_s)
+            self._fill_group()
+            group = self._group
         try:
             self._store(group)
         except Exception as error:
@@ -330,6 +338,15 @@ class Store:
             self._forget(len(group))
         self._on_commit(group)
 
+    def _is_in_a_hurry(self) -> bool:
+        return self._is_closing or bool(self._jobs) or len(self._batches) >= MAX_GROUP_BATCHES
+
+    def _fill_group(self) -> None:
+        num_bytes = _bytes_of(self._group)
+        while self._batches and len(self._group) < MAX_GROUP_BATCHES and num_bytes < MAX_GROUP_BYTES:
+            self._group.append(self._batches.take())
+            num_bytes += len(self._group[-1].frame)
+
     def _store(self, group: list[StoredBatch]) -> None:
         started = time.perf_counter()
         with self._transaction():
@@ -340,10 +357,10 @@ class Store:
     def _wait(self, error: Exception) -> None:
         """Keep the batches for later after a disk error, unless the store is closing."""
         self.is_failing = True
-        self._log_rarely("commit failed; the batches wait in memory", error=str(error), batches=len(self._batches))
+        self._log_rarely("commit failed; the batches wait in memory", error=str(error), batches=self.queued_batches)
         with self._changed:
             if self._is_closing:
-                self._forget(len(self._batches))
+                self._group, self._batches = [], FairQueue()
             self._rest()
 
     def _store_one_by_one(self, group: list[StoredBatch]) -> list[StoredBatch]:
@@ -369,18 +386,9 @@ class Store:
             self._forget(1)
         return settled
 
-    def _group(self) -> Iterator[StoredBatch]:
-        num_bytes = 0
-        for batch in self._batches:
-            if num_bytes and num_bytes + len(batch.frame) > MAX_GROUP_BYTES:
-                return
-            num_bytes += len(batch.frame)
-            yield batch
-
     def _forget(self, count: int) -> None:
         with self._changed:
-            for _ in range(count):
-                self._queued_bytes -= len(self._batches.popleft().frame)
+            self._group = self._group[count:]
 
     def _retain(self) -> None:
         """Delete what is too old, if it is time: also a sign of life of the disk while nothing else is stored."""
@@ -395,6 +403,10 @@ class Store:
             self._log_rarely("pruning failed", error=str(error))
         else:
             self._note_success()
+
+
+def _bytes_of(group: list[StoredBatch]) -> int:
+    return sum(len(one.frame) for one in group)
 
 
 def _is_of_the_disk(error: Exception) -> bool:

@@ -142,13 +142,12 @@ def total_counts(store: Store) -> Counts:
 
 
 def beliefs(service: Service, engine_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The estimates of these engines' controllers. Releases the lock between engines, since events wait for it."""
-    found = {}
-    for engine_id in engine_ids:
-        with service.lock:
-            engine = service.engines.by_id.get(engine_id)
-            found[engine_id] = service.steering.beliefs(engine) if engine is not None else {}
-    return found
+    """The estimates of these engines' controllers; {} without one. Made outside the lock, since events wait for it."""
+    with service.lock:
+        engines = {engine_id: service.engines.by_id.get(engine_id) for engine_id in engine_ids}
+        found = {name: service.steering.controller(engine) for name, engine in engines.items() if engine is not None}
+    controllers = {name: found.get(name) for name in engines}
+    return {name: dict(one.beliefs()) if one is not None else {} for name, one in controllers.items()}
 
 
 def workloads(

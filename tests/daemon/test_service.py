@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pysqlite3
@@ -14,8 +15,10 @@ from structlog.testing import capture_logs
 
 from honed.adapt.protocol import wire
 from honed.daemon.errors import StoreError
+from honed.daemon.metrics.render import render
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings, load
+from honed.daemon.views import views
 from tests.daemon.conftest import flags_in, wait_for
 from tests.daemon.fake_engine import FakeEngine
 
@@ -91,18 +94,20 @@ def test_a_hole_that_the_engine_cannot_fill_is_counted(service: Service, make_en
     assert boot_row(service)["missing_batches"] == 7
 
 
-def test_frames_wait_until_one_batch_is_learned_not_until_all_are(service: Service, make_engine: MakeEngine) -> None:
-    # A hundred batches were learned in one turn: busy engines waited seconds for their acknowledgements.
+@pytest.mark.fault("a batch that takes long to learn")
+def test_frames_wait_for_no_learning_and_for_no_request_that_waits_for_it(service: Service, make_engine: MakeEngine) -> None:
+    # It held the lock: busy engines waited long for their acknowledgements, and so did everybody who asked.
     engine = make_engine()
     engine.hello()
-    wait_for(lambda: service.engines.get("engine-0").controller, "the controller")
-    with service.lock:
-        for seq in range(1, 51):
-            service.steering.put(service.engines.get("engine-0"), engine.batch(seq))
-        waiting = service.steering.num_waiting
-        service._turn()
-        assert service.steering.num_waiting == waiting - 1
-    wait_for(lambda: not service.steering.num_waiting, "the other batches")
+    controller = wait_for(lambda: service.engines.get("engine-0").controller, "the controller")
+    with ThreadPoolExecutor(2) as requests, controller._lock:  # as if it were learning
+        waiting = [requests.submit(render, service), requests.submit(views.beliefs, service, ["engine-0"])]
+        for seq in (1, 2):
+            engine.send(engine.batch(seq))
+            engine.wait_acked(seq)
+        assert service.steering.num_waiting == 2
+        assert not any(one.done() for one in waiting)
+    wait_for(lambda: not service.steering.num_waiting, "both batches")
 
 
 def test_boots_without_end_leave_one_controller(service: Service, make_engine: MakeEngine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -21,18 +21,29 @@ def idle(settings: Settings) -> Service:
     return Service(settings, daemon_id="test")
 
 
-@pytest.mark.parametrize(("name", "most"), [("MAX_WAITING_BATCHES", 3), ("MAX_WAITING_ROUNDS", 24)])
-def test_the_oldest_batches_are_skipped_when_too_much_waits(
-    idle: Service, monkeypatch: pytest.MonkeyPatch, name: str, most: int
-) -> None:
-    monkeypatch.setattr(steering, name, most)
-    engine: Any = object()
+def test_the_oldest_batches_are_skipped_when_too_much_waits(idle: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steering, "MAX_WAITING_ROUNDS", 3 * (steering.ROUNDS_OF_A_BATCH + 8))
+    engine: Any = SimpleNamespace(engine_id="engine-0")
     for seq in range(1, 6):
         idle.steering.put(engine, make_batch(seq, rounds=8))
-    assert [batch.seq for _, batch in idle.steering._waiting._batches] == [3, 4, 5]
+    assert idle.steering.num_waiting == 3
     assert idle.steering.skipped_batches == 2
-    idle.steering.put(engine, make_batch(6, rounds=100))
-    assert [batch.seq for _, batch in idle.steering._waiting._batches][-1] == 6, "one that is too large alone is still learned"
+    idle.steering.put(engine, make_batch(6, rounds=1000))
+    assert idle.steering.num_waiting == 1
+    assert idle.steering._waiting.take()[1].seq == 6, "one that is too large alone is still learned"
+    idle.store.close()
+
+
+def test_an_engine_that_sends_too_much_delays_only_itself(idle: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steering, "MAX_WAITING_ROUNDS", 10 * (steering.ROUNDS_OF_A_BATCH + 8))
+    busy, quiet = (cast("Any", SimpleNamespace(engine_id=name)) for name in ("busy", "quiet"))
+    idle.steering.put(quiet, make_batch(1))
+    for seq in range(1, 101):
+        idle.steering.put(busy, make_batch(seq))
+    idle.steering.put(quiet, make_batch(2))
+    assert idle.steering.skipped_batches == 92, "none of the quiet one"
+    taken = [idle.steering._waiting.take() for _ in range(4)]
+    assert [(engine.engine_id, batch.seq) for engine, batch in taken] == [("quiet", 1), ("busy", 93), ("quiet", 2), ("busy", 94)]
     idle.store.close()
 
 

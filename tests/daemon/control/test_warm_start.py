@@ -54,7 +54,8 @@ def beliefs(service: Service) -> dict[str, Any]:
     def found() -> dict[str, Any]:
         with service.lock:
             engine = service.engines.by_id.get("engine-0")
-            return service.steering.beliefs(engine) if engine is not None and engine.controller is not None else {}
+            controller = engine.controller if engine is not None else None
+        return controller.beliefs() if controller is not None else {}
 
     return dict(wait_for(found, "a controller"))
 

@@ -8,6 +8,7 @@ import pytest
 from honed.adapt.protocol import wire
 from honed.daemon.metrics.render import LiveCollector
 from honed.daemon.service import Service
+from honed.daemon.views import views
 from tests.daemon.conftest import wait_for
 from tests.daemon.exposition import scrape
 from tests.daemon.fake_engine import FakeEngine
@@ -160,9 +161,9 @@ def test_predictions_stand_beside_what_was_measured(service: Service, make_engin
             engine.send(engine.batch(seq, drafted=[length] * 8, accepted=[min(length, 2)] * 8))
             seq += 1
         engine.wait_acked(seq - 1)
-        wait_for(lambda: not service.steering._waiting, "the controller")
+        wait_for(lambda: not service.steering.num_waiting, "the controller")
     found = scrape(service)
     assert 0 < found["honed_step_time_measured_seconds"][ENGINE] < 60
     assert found["honed_step_time_predicted_seconds"][ENGINE] > 0
-    beliefs = service.steering.beliefs(service.engines.by_id["engine-0"])
+    beliefs = views.beliefs(service, ["engine-0"])["engine-0"]
     assert found["honed_speedup_estimated_ratio"][ENGINE] == beliefs["speedup_estimate"]

@@ -24,7 +24,7 @@ from honed.daemon.store.database import check_sqlite_version, connect, why_not
 from honed.daemon.store.migrations import SCHEMA_1, migrations, split_statements
 from honed.daemon.store.pruning import Pruning
 from honed.daemon.store.rollups import count_batch
-from honed.daemon.store.store import Store
+from honed.daemon.store.store import MAX_GROUP_BATCHES, Store
 from tests.daemon.conftest import Clock, wait_for
 from tests.daemon.fake_engine import make_batch
 
@@ -102,6 +102,27 @@ def test_a_full_queue_says_no_instead_of_waiting(folder: Path) -> None:
     assert answers[0]
     assert not answers[-1]
     store.close()
+
+
+@pytest.mark.fault("an engine that floods the daemon")
+def test_an_engine_that_floods_the_store_delays_only_itself(folder: Path) -> None:
+    groups: list[list[tuple[str, int]]] = []
+
+    def on_commit(group: list[StoredBatch]) -> None:
+        groups.append([(item.batch.engine_id, item.batch.seq) for item in group])
+
+    store = Store(folder / "honed.db", StoreSettings(queue_bytes=1 << 20, commit_interval_s=0.0), on_commit=on_commit)
+    seq = 1
+    while store.put(stored(make_batch(seq))):
+        seq += 1
+    for number in (1, 2):
+        assert store.put(stored(make_batch(number, engine_id="quiet"))), "the flood has left room for others"
+    store.start()
+    assert store.drain(60)
+    store.close()
+    assert [one for one in groups[0] if one[0] == "quiet"] == [("quiet", 1), ("quiet", 2)]
+    assert max(len(group) for group in groups) == MAX_GROUP_BATCHES
+    assert [one[1] for group in groups for one in group if one[0] != "quiet"] == list(range(1, seq))
 
 
 def test_batches_wait_in_memory_while_the_disk_refuses(folder: Path, clock: Clock) -> None:
