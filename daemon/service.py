@@ -98,9 +98,7 @@ class Service:
         self.overrides = Overrides(self.store, self.journal, controller_settings, clock, monotonic)
         self.trainer = Trainer(self.router.send, daemon_id, settings.recalibration.trainer_lost_s, monotonic)
         tells_steps = settings.trainer_settings().when == "spare"
-        self.steering = Steering(
-            controller_settings, self.router.send, self.on_alarm, lock=self.lock, tells_steps=tells_steps
-        )
+        self.steering = Steering(controller_settings, self.router.send, self.on_alarm, lock=self.lock, tells_steps=tells_steps)
         self.swaps = Swaps(self.engines, self.drafters, self.rollout, self.router.send, monotonic, self._on_refusal)
         self.live = LiveRounds()
         """Rounds since the daemon started."""

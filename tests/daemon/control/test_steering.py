@@ -42,8 +42,8 @@ def test_an_engine_that_sends_too_much_delays_only_itself(idle: Service, monkeyp
         idle.steering.put(busy, make_batch(seq))
     idle.steering.put(quiet, make_batch(2))
     assert idle.steering.skipped_batches == 92, "none of the quiet one"
-    taken = [idle.steering._waiting.take() for _ in range(4)]
-    assert [(engine.engine_id, batch.seq) for engine, batch in taken] == [("quiet", 1), ("busy", 93), ("quiet", 2), ("busy", 94)]
+    taken = [(engine.engine_id, batch.seq) for engine, batch in (idle.steering._waiting.take() for _ in range(4))]
+    assert taken == [("quiet", 1), ("busy", 93), ("quiet", 2), ("busy", 94)]
     idle.store.close()
 
 
