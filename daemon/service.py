@@ -405,20 +405,20 @@ class Service:
         # Engines that name ever new checkpoints mustn't fill the disk.
         self.in_background(self.old_versions.remove)
 
-    def _on_batch(self, engine: Engine, item: StoredBatch) -> None:
+    def _on_batch(self, engine: Engine, batch: wire.EventBatch, item: StoredBatch) -> None:
         for (_, workload), counts in item.counts.cells.items():
-            self.live.add((engine.engine_id, workload, item.batch.drafter_version), counts, self.monotonic())
+            self.live.add((engine.engine_id, workload, batch.drafter_version), counts, self.monotonic())
         if item.counts.total.rounds:
             engine.latest_rounds = item.counts.total
-        self.load.add(engine.engine_id, item.batch.steps, engine.budget_nodes, item.received_unix_ns / 1e9)
+        self.load.add(engine.engine_id, batch.steps, engine.budget_nodes, item.received_unix_ns / 1e9)
         known = {reason for engine_id, reason in self.decisions if engine_id == engine.engine_id}
-        for reason, steps in Counter(item.batch.steps.decision).items():
+        for reason, steps in Counter(batch.steps.decision).items():
             is_kept = reason in known or len(known) < MOST_REASONS
             known.add(reason)
             self.decisions[engine.engine_id, reason if is_kept else OTHER_REASON] += steps
         if not item.counts.malformed:
-            self.steering.put(engine, item.batch)
-            self.canaries.on_batch(engine, item.batch)
+            self.steering.put(engine, batch)
+            self.canaries.on_batch(engine, batch)
 
     def _on_command_result(self, result: wire.CommandResult) -> None:
         self.swaps.on_result(result)

@@ -73,6 +73,7 @@ FAULTS = (
     "an engine that floods the daemon",
     "a batch that takes long to learn",
     "values out of range in a frame",
+    "a path with a NUL",
     "a batch under another engine's ids",
     "a wall clock that is wrong",
     "rounds dated later than now",

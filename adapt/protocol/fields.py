@@ -32,7 +32,10 @@ Name: TypeAlias = Annotated[str, Meta(max_length=256)]
 Label: TypeAlias = Annotated[str, Meta(max_length=MAX_LABEL_CHARS)]
 """Workload."""
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
-"""Path or sentences."""
+"""Name of a model, or sentences."""
+FilePath: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT_CHARS, pattern=r"\A[^\0]*\Z")]
+"""What the system can look for: a NUL raises ValueError wherever a file would be missing."""
+FilePaths: TypeAlias = Annotated[list[FilePath], Meta(max_length=256)]
 Texts: TypeAlias = Annotated[list[Text], Meta(max_length=256)]
 Labels: TypeAlias = Annotated[list[Label], Meta(max_length=1024)]
 Details: TypeAlias = Annotated[dict[Name, Text], Meta(max_length=4096)]

@@ -23,6 +23,8 @@ from honed.adapt.protocol.fields import (
     Details,
     Drafts,
     Figures,
+    FilePath,
+    FilePaths,
     Identifier,
     Label,
     Labels,
@@ -87,8 +89,8 @@ class EngineHello(_Message, frozen=True):
     boot_id: Name
     """Random per engine process: sequence numbers are only comparable within one boot."""
     model_name: Text
-    target_path: Text
-    drafter_path: Text
+    target_path: FilePath
+    drafter_path: FilePath
     """Folder of a drafter that honed trains, else ""."""
     drafter_version: Name
     """Live version: "" until the daemon has named the registry version of the engine's checkpoint."""
@@ -101,13 +103,13 @@ class EngineHello(_Message, frozen=True):
     num_spec_tokens: Drafts
     """K: draft tokens per round that the engine was configured for (anchor excluded)."""
     max_num_seqs: Requests
-    draft_model: Text = ""
+    draft_model: FilePath = ""
     """Folder or name of the separate draft model, of any method; "" if there is none."""
     capabilities: Texts = []
     limits: Texts = []
     untrained: Texts = []
     """Reasons why this target and drafter can't be trained; empty if they can."""
-    capture_path: Text = ""
+    capture_path: FilePath = ""
     """File of the shared-memory sample ring, "" when capture is off."""
     features: Name = ""
     """Content of a captured row: "fused" or "layers"."""
@@ -372,7 +374,7 @@ class DrafterWeights(_Message, frozen=True):
     """A drafter version and where its weights lie."""
 
     version: Name
-    path: Text
+    path: FilePath
     """Folder in the registry."""
     sha256: Name = ""
     """Of its model.safetensors; "": the file isn't checked."""
@@ -429,7 +431,7 @@ class TrainRequest(_Message, frozen=True):
     """daemon -> trainer: make a candidate."""
 
     operation_id: Name
-    target_path: Text
+    target_path: FilePath
     parent_version: Name
     scope: Name = "kv-frozen"
     workloads: Texts = []
@@ -449,7 +451,7 @@ class TrainRequest(_Message, frozen=True):
     """The engine's draft tokens of a round, for drafters that draft token after token; 0: as the drafter's config says."""
     target_sha256: Text = ""
     """Digest of the target that the engine loaded, see recalib.registry.target_digest; "": unknown."""
-    capture_paths: Texts = []
+    capture_paths: FilePaths = []
     """Rings of the engines whose samples it learns from: replicas of one target and drafter."""
 
 

@@ -11,7 +11,7 @@ import structlog
 from honed.adapt.protocol.wire import FOREIGN_DRAFTER, EngineHello, EngineStatus, Policy
 from honed.daemon.errors import UnknownError, there_are
 from honed.daemon.ingest.sequences import BootSequence
-from honed.daemon.store.batch_tables import StoredBatch, losses, save_facts
+from honed.daemon.store.batch_tables import StoredBatch, save_facts
 from honed.daemon.store.rollups import Counts
 from honed.daemon.store.store import Store
 from honed.recalib.registry.access import User
@@ -51,12 +51,12 @@ class Boot:
     def note_stored(self, item: StoredBatch, now_s: float) -> None:
         """Note that a batch of this boot is on disk."""
         before = self._num_gone
-        self.committed_seq = max(self.committed_seq, item.batch.seq)
+        self.committed_seq = max(self.committed_seq, item.seq)
         self.batches += 1
         self.stored.add(item.counts.total)
         self.missing_batches += item.missing
         self.malformed_batches += bool(item.counts.malformed)
-        for name, value in losses(item.batch).items():
+        for name, value in item.losses.items():
             self.lost[name] = max(self.lost.get(name, 0), value)
         if self._num_gone > before:
             self.lost_at_s = now_s

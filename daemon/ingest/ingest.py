@@ -60,7 +60,7 @@ class Ingest:
         send: Callable[[bytes, wire.Ack], None],
         *,
         on_hello: Callable[[Engine], None],
-        on_batch: Callable[[Engine, StoredBatch], None],
+        on_batch: Callable[[Engine, wire.EventBatch, StoredBatch], None],
         on_target_update: Callable[[Engine], None],
         on_command_result: Callable[[wire.CommandResult], None],
         on_trainer: Callable[[bytes, wire.FromTrainer], None],
@@ -109,7 +109,7 @@ class Ingest:
         """Count and acknowledge committed batches."""
         touched = {}
         for item in group:
-            boot = self._engines.boot(item.batch.engine_id, item.batch.boot_id)
+            boot = self._engines.boot(item.engine_id, item.boot_id)
             boot.note_stored(item, self._monotonic())
             touched[boot.engine_id, boot.boot_id] = boot
         for boot in touched.values():
@@ -156,7 +156,7 @@ class Ingest:
             self._acknowledge(engine.peer, boot)
             return
         now_ns = int(self._clock() * 1e9)
-        item = StoredBatch(batch, frame, now_ns, self._count(batch, now_ns, defect), missing)
+        item = StoredBatch.of(batch, frame, now_ns, self._count(batch, now_ns, defect), missing)
         if not self._store.put(item):
             figures.no_room += 1
             return
@@ -165,7 +165,7 @@ class Ingest:
         figures.rounds += item.counts.total.rounds + item.counts.total.plain_rounds
         figures.lag_s = max(0.0, (now_ns - batch.sent_unix_ns) / 1e9)
         figures.last_batch_unix_s = now_ns / 1e9
-        self._on_batch(engine, item)
+        self._on_batch(engine, batch, item)
 
     def _count(self, batch: wire.EventBatch, now_ns: int, defect: str) -> BatchCounts:
         try:

@@ -121,7 +121,7 @@ class StoreSettings(Section):
     """Age up to which sums by hour are kept."""
     synchronous: Literal["FULL", "EXTRA"] = "FULL"
     """NORMAL isn't offered: in WAL mode it loses acknowledged commits when the power fails."""
-    queue_bytes: int = 256 << 20
+    queue_bytes: int = 64 << 20
     """Limit of received, uncommitted batches, half of it for an engine alone. Further ones stay with their engines,
     unacknowledged."""
     commit_interval_s: float = 0.05

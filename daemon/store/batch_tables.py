@@ -58,14 +58,32 @@ ON CONFLICT (engine_id, boot_id) DO UPDATE SET own_version = ?3, target_updates 
 
 @dataclass(slots=True)
 class StoredBatch:
-    """A batch to be written."""
+    """What is written of a batch. Not the batch: its columns take many times the frame's bytes while they wait."""
 
-    batch: EventBatch
+    engine_id: str
+    boot_id: str
+    seq: int
+    sent_unix_ns: int
+    drafter_version: str
+    losses: dict[str, int]
+    """The engine's totals of dropped data in this boot, as columns."""
     frame: bytes
     received_unix_ns: int
     counts: BatchCounts
     missing: int = 0
     """Sequence numbers right before this one that will never arrive."""
+
+    @staticmethod
+    def of(batch: EventBatch, frame: bytes, received_unix_ns: int, counts: BatchCounts, missing: int = 0) -> StoredBatch:
+        """Make one of a decoded batch and its frame."""
+        losses = {
+            "lost_rounds": batch.lost_rounds,
+            "lost_draft_tokens": batch.lost_draft_tokens,
+            "lost_accepted_tokens": batch.lost_accepted_tokens,
+            "lost_batches": batch.lost_batches,
+        }
+        about = batch.engine_id, batch.boot_id, batch.seq, batch.sent_unix_ns, batch.drafter_version
+        return StoredBatch(*about, losses, frame, received_unix_ns, counts, missing)
 
 
 @dataclass(slots=True)
@@ -86,18 +104,18 @@ def insert(db: Database, group: list[StoredBatch], now_s: float) -> int:
     rows: list[Any] = []
     raw_bytes = 0
     for item in group:
-        batch, counts = item.batch, item.counts
-        key = (batch.engine_id, batch.boot_id)
+        counts = item.counts
+        key = (item.engine_id, item.boot_id)
         if key not in committed:
             committed[key] = committed_seq(db, *key)
         # Pruning deletes raw batches, so the boot's highest number, not the batch table, identifies duplicates.
-        if batch.seq <= committed[key]:
+        if item.seq <= committed[key]:
             continue
-        committed[key] = batch.seq
+        committed[key] = item.seq
         total = counts.total
         compressed = zlib.compress(item.frame, 1)
-        rows += (batch.engine_id, batch.boot_id, batch.seq, item.received_unix_ns, batch.sent_unix_ns, int(now_s))
-        rows += (batch.drafter_version, counts.steps, total.rounds, total.draft_tokens, total.accepted_tokens)
+        rows += (*key, item.seq, item.received_unix_ns, item.sent_unix_ns, int(now_s))
+        rows += (item.drafter_version, counts.steps, total.rounds, total.draft_tokens, total.accepted_tokens)
         rows += (counts.malformed, len(item.frame), len(compressed), compressed)
         raw_bytes += len(compressed)
         boot = boots.setdefault(key, _Boot(Counts(), {"batches": 0, "missing_batches": 0, "malformed_batches": 0}))
@@ -105,10 +123,10 @@ def insert(db: Database, group: list[StoredBatch], now_s: float) -> int:
         boot.values["batches"] += 1
         boot.values["missing_batches"] += item.missing
         boot.values["malformed_batches"] += bool(counts.malformed)
-        boot.values |= {"committed_seq": batch.seq, "seen": item.received_unix_ns, **losses(batch)}
+        boot.values |= {"committed_seq": item.seq, "seen": item.received_unix_ns, **item.losses}
         for (second, workload), cell in counts.cells.items():
             for resolution in RESOLUTIONS_S:
-                where = (resolution, second - second % resolution, batch.engine_id, workload, batch.drafter_version)
+                where = (resolution, second - second % resolution, item.engine_id, workload, item.drafter_version)
                 rollups.setdefault(where, Counts()).add(cell)
     if rows:  # by one statement: each one waits for the interpreter, which other threads use
         db.conn.execute(INSERT_BATCHES + ", ".join([_BATCH] * (len(rows) // _BATCH.count("?"))), rows)
@@ -135,27 +153,17 @@ def read_frame(frame: bytes) -> EventBatch | None:
 def refuse(db: Database, item: StoredBatch) -> None:
     """Count a batch that can't be stored as malformed, and skip its number, so that nothing waits for it."""
     row = {
-        "engine_id": item.batch.engine_id,
-        "boot_id": item.batch.boot_id,
+        "engine_id": item.engine_id,
+        "boot_id": item.boot_id,
         "seen": item.received_unix_ns,
-        "committed_seq": item.batch.seq,
+        "committed_seq": item.seq,
         "batches": 1,
         "missing_batches": item.missing,
         "malformed_batches": 1,
-        **dict.fromkeys(losses(item.batch), 0),
+        **dict.fromkeys(item.losses, 0),
         **Counts().row(),
     }
     db.conn.execute(ADD_TO_BOOT, row)
-
-
-def losses(batch: EventBatch) -> dict[str, int]:
-    """The engine's totals of dropped data in this boot, as columns."""
-    return {
-        "lost_rounds": batch.lost_rounds,
-        "lost_draft_tokens": batch.lost_draft_tokens,
-        "lost_accepted_tokens": batch.lost_accepted_tokens,
-        "lost_batches": batch.lost_batches,
-    }
 
 
 def committed_seq(db: Database, engine_id: str, boot_id: str) -> int:

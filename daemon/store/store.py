@@ -40,6 +40,8 @@ log = structlog.get_logger("honed.store")
 
 MAX_GROUP_BYTES, MAX_GROUP_BATCHES = 16 << 20, 25
 """Most that one transaction stores; the next batch of an engine waits no longer than for one."""
+BATCH_BYTES = 4 << 10
+"""About what a waiting batch takes beside its frame."""
 RETRY_S = 0.5
 LOG_EVERY_S = 10.0
 COMMIT_BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -143,7 +145,7 @@ class Store:
 
     def put(self, batch: StoredBatch) -> bool:
         """Queue a batch; False if the queue is full, or has less room left than its engine uses. Never blocks."""
-        engine_id, size = batch.batch.engine_id, len(batch.frame)
+        engine_id, size = batch.engine_id, len(batch.frame) + BATCH_BYTES
         with self._changed:
             free = self._settings.queue_bytes - self._batches.size - _bytes_of(self._group)
             if self._is_closing or self._batches.size_of(engine_id) + size > free:
@@ -345,7 +347,7 @@ class Store:
         num_bytes = _bytes_of(self._group)
         while self._batches and len(self._group) < MAX_GROUP_BATCHES and num_bytes < MAX_GROUP_BYTES:
             self._group.append(self._batches.take())
-            num_bytes += len(self._group[-1].frame)
+            num_bytes += len(self._group[-1].frame) + BATCH_BYTES
 
     def _store(self, group: list[StoredBatch]) -> None:
         started = time.perf_counter()
@@ -406,7 +408,7 @@ class Store:
 
 
 def _bytes_of(group: list[StoredBatch]) -> int:
-    return sum(len(one.frame) for one in group)
+    return sum(len(one.frame) + BATCH_BYTES for one in group)
 
 
 def _is_of_the_disk(error: Exception) -> bool:

@@ -60,8 +60,14 @@ def make_folder(path: Path, mode: int = 0o750) -> None:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file that others may have made: a pipe could block for ever. Raises OSError if it is no regular file."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    """Open a file that others may have made: a pipe could block for ever. Raises OSError if it is no regular file.
+
+    Others may have named it, too: a name that no file can have is OSError.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except ValueError as error:  # a NUL, or half a surrogate
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "not a regular file", str(path))

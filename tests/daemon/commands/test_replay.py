@@ -65,7 +65,7 @@ def engine_batch(seq: int, engine_id: str = "engine-0", workload: str = "chat") 
 
 def put(store: Store, *batches: wire.EventBatch) -> None:
     for one in batches:
-        assert store.put(StoredBatch(one, wire.encode(one), one.sent_unix_ns, count_batch(one, one.sent_unix_ns)))
+        assert store.put(StoredBatch.of(one, wire.encode(one), one.sent_unix_ns, count_batch(one, one.sent_unix_ns)))
     assert store.drain(20.0)
 
 

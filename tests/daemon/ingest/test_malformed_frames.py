@@ -81,6 +81,16 @@ def test_a_batch_out_of_range_is_counted_and_those_behind_it_go_on(
     assert service.store.read("SELECT * FROM rollups") == service.store.read("SELECT * FROM batches") == []
 
 
+@pytest.mark.fault("a path with a NUL")
+@pytest.mark.parametrize("field", ["target_path", "drafter_path", "draft_model", "capture_path"])
+def test_a_path_that_no_file_can_have_is_no_hello(service: Service, make_engine: MakeEngine, field: str) -> None:
+    """Whoever looked for its file got a ValueError, where he expects that a file may be missing."""
+    engine = make_engine()
+    engine.send_frame(altered(engine.hello_message(), (field,), "/models/\0"))
+    engine.hello()
+    assert service.ingest.figures.rejected["undecodable"] == 1
+
+
 @pytest.mark.fault("values out of range in a frame")
 def test_a_delay_that_is_no_number_is_counted(service: Service, make_engine: MakeEngine) -> None:
     engine = make_engine()

@@ -31,7 +31,7 @@ from tests.daemon.fake_engine import make_batch
 
 def stored(batch: wire.EventBatch, received_s: float | None = None) -> StoredBatch:
     received_ns = time.time_ns() if received_s is None else int(received_s * 1e9)
-    return StoredBatch(batch, wire.encode(batch), received_ns, count_batch(batch, received_ns))
+    return StoredBatch.of(batch, wire.encode(batch), received_ns, count_batch(batch, received_ns))
 
 
 def put(store: Store, *batches: StoredBatch) -> None:
@@ -84,8 +84,8 @@ def test_on_commit_sees_only_what_another_connection_can_read(folder: Path) -> N
 
     def on_commit(group: list[StoredBatch]) -> None:
         rows = holder[0].read("SELECT max(committed_seq) AS seq FROM boots")
-        assert rows[0]["seq"] == group[-1].batch.seq
-        seen.extend(item.batch.seq for item in group)
+        assert rows[0]["seq"] == group[-1].seq
+        seen.extend(item.seq for item in group)
 
     store = Store(folder / "honed.db", StoreSettings(commit_interval_s=0.0), on_commit=on_commit)
     holder.append(store)
@@ -109,7 +109,7 @@ def test_an_engine_that_floods_the_store_delays_only_itself(folder: Path) -> Non
     groups: list[list[tuple[str, int]]] = []
 
     def on_commit(group: list[StoredBatch]) -> None:
-        groups.append([(item.batch.engine_id, item.batch.seq) for item in group])
+        groups.append([(item.engine_id, item.seq) for item in group])
 
     store = Store(folder / "honed.db", StoreSettings(queue_bytes=1 << 20, commit_interval_s=0.0), on_commit=on_commit)
     seq = 1
@@ -131,7 +131,7 @@ def test_batches_wait_in_memory_while_the_disk_refuses(folder: Path, clock: Cloc
         folder / "honed.db",
         StoreSettings(commit_interval_s=0.0),
         clock=clock,
-        on_commit=lambda group: acked.extend(item.batch.seq for item in group),
+        on_commit=lambda group: acked.extend(item.seq for item in group),
     )
     store.start()
     # SQLite itself refuses: the database may not grow any more.
@@ -265,7 +265,7 @@ def test_a_batch_that_spoils_its_transaction_does_not_take_the_others_along(
     insert = batch_tables.insert
 
     def spoiled(db: Any, group: list[StoredBatch], now_s: float) -> int:
-        if any(item.batch.seq == 2 for item in group):
+        if any(item.seq == 2 for item in group):
             raise ValueError("unstorable")
         return insert(db, group, now_s)
 
@@ -274,7 +274,7 @@ def test_a_batch_that_spoils_its_transaction_does_not_take_the_others_along(
     store = Store(
         folder / "honed.db",
         StoreSettings(commit_interval_s=1.0),
-        on_commit=lambda group: acked.extend(item.batch.seq for item in group),
+        on_commit=lambda group: acked.extend(item.seq for item in group),
     )
     for seq in (1, 2, 3):
         store.put(stored(make_batch(seq)))
@@ -294,13 +294,13 @@ def test_batches_wait_while_the_database_is_damaged(folder: Path, monkeypatch: p
     insert, is_damaged = batch_tables.insert, True
 
     def damaged(db: Any, group: list[StoredBatch], now_s: float) -> int:
-        if is_damaged and group[-1].batch.seq >= 2:
+        if is_damaged and group[-1].seq >= 2:
             raise error
         return insert(db, group, now_s)
 
     monkeypatch.setattr(batch_tables, "insert", damaged)
     acked: list[int] = []
-    store = Store(folder / "honed.db", StoreSettings(), on_commit=lambda group: acked.extend(item.batch.seq for item in group))
+    store = Store(folder / "honed.db", StoreSettings(), on_commit=lambda group: acked.extend(item.seq for item in group))
     store.start()
     put(store, stored(make_batch(1)))
     for seq in (2, 3):
@@ -319,7 +319,7 @@ def test_what_went_into_a_file_that_is_gone_is_not_acknowledged(folder: Path, mo
     store = Store(
         path,
         StoreSettings(commit_interval_s=0.0),
-        on_commit=lambda group: acked.extend(item.batch.seq for item in group),
+        on_commit=lambda group: acked.extend(item.seq for item in group),
     )
     store.start()
     put(store, stored(make_batch(1)))
@@ -432,7 +432,7 @@ def test_nothing_is_committed_into_a_file_that_is_gone(folder: Path, suffix: str
     store = Store(
         folder / "honed.db",
         StoreSettings(commit_interval_s=0.0),
-        on_commit=lambda batches: committed.extend(item.batch.seq for item in batches),
+        on_commit=lambda batches: committed.extend(item.seq for item in batches),
     )
     store.start()
     put(store, stored(make_batch(1)))

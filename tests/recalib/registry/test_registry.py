@@ -232,6 +232,13 @@ def test_only_regular_files_are_imported(registry, drafter_folder, name):
         registry.import_checkpoint(drafter_folder)
 
 
+@pytest.mark.fault("a path with a NUL")
+@pytest.mark.parametrize("name", ["\0", "\ud800"])
+def test_a_folder_that_cannot_be_is_refused_as_one_that_is_missing(registry, name):
+    with pytest.raises(RegistryError, match="can't be read"):
+        registry.import_checkpoint(Path("/models") / name)
+
+
 @pytest.mark.fault("a pipe in place of a checkpoint")
 def test_a_long_file_that_holds_nothing_is_refused_before_it_is_read(registry, drafter_folder):
     for num_bytes, why in ((8 << 30, "the file has 8589934592: cut off or appended to"), (1 << 40, "a drafter at most")):
