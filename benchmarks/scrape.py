@@ -109,8 +109,7 @@ def filled(engines: int, workloads: int) -> Iterator[Service]:
             service.on_frame(b"%d" % engine, wire.encode(hello))
             for seq in range(1, SECONDS // step + 1):
                 service.on_frame(b"%d" % engine, wire.encode(batch(hello, seq, SECONDS - seq * step, workloads, rng)))
-                with service.lock:
-                    service.steering.observe()
+                service.steering.observe()
             service.on_frame(b"%d" % engine, wire.encode(status_of(hello)))
         assert service.store.drain(60.0)
         try:

@@ -1,8 +1,8 @@
 """The daemon as one object: its parts, their calls, and the order of start and stop.
 
 Threads: the router's reads frames and calls `Ingest`; the store's commits and calls `on_commit`; the ticking one steers,
-checks deadlines and learns; the HTTP server's answer requests. One lock guards all live state. Its holder never waits for
-the writer, so the writer may take it.
+checks deadlines and learns; the HTTP server's answer requests. One lock guards all live state but the controllers' estimates,
+which have locks of their own. Its holder never waits for the writer, so the writer may take it, and seldom for a controller.
 """
 
 from __future__ import annotations
@@ -328,7 +328,7 @@ class Service:
         """
         began_s = self.monotonic()
         is_left = self.steering.observe(1)
-        now_s = self.monotonic()
+        learned_s = (now_s := self.monotonic()) - began_s
         if is_due := now_s >= self._next_tick_s:
             self._next_tick_s = now_s + TICK_S
             with self.lock:
@@ -336,7 +336,7 @@ class Service:
         if is_due or self._steers_soon:
             self._steers_soon = False
             self.steer(now_s)
-        return (self.monotonic() - began_s) * REST_PER_WORK if is_left else LEARN_S
+        return learned_s * REST_PER_WORK if is_left else LEARN_S
 
     def tick(self, now_s: float) -> None:
         """Once a second: handle deadlines and lost peers. Where a part fails, as on a bad disk, the others go on."""
@@ -417,7 +417,7 @@ class Service:
             known.add(reason)
             self.decisions[engine.engine_id, reason if is_kept else OTHER_REASON] += steps
         if not item.counts.malformed:
-            self.steering.put(engine, batch)
+            self.steering.put(engine, batch, len(item.frame))
             self.canaries.on_batch(engine, batch)
 
     def _on_command_result(self, result: wire.CommandResult) -> None:

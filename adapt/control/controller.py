@@ -56,6 +56,8 @@ class EngineController:
         self._steps = StepBeliefs(self.settings.step_time, self.settings.captured_tokens)
         self._drafter_version = ""  # its last name
         self._turns: frozenset[str] = frozenset()
+        self.is_to_restart = False
+        """True between `end_turns` and the next use of the estimates."""
         self._boot_id = ""
         self._policy: Policy | None = None
         self._changes: deque[tuple[int, str]] = deque(maxlen=_CHANGES_KEPT)
@@ -72,6 +74,7 @@ class EngineController:
         by_workload = list(rounds_by_workload(batch))
         steps = step_rows(batch.steps)
         with self._lock:
+            self._restart()
             if batch.drafter_version not in ("", self._drafter_version):  # "": the same weights, not yet named by the daemon
                 before, self._drafter_version = self._drafter_version, batch.drafter_version
                 if not {before, batch.drafter_version} <= self._turns:
@@ -88,21 +91,27 @@ class EngineController:
 
     def take_turns(self, versions: Collection[str]) -> None:
         """Let these versions take turns from now on: they share the estimates, so that both get the same lengths."""
-        with self._lock:
-            self._turns = frozenset(versions)
+        self._turns = frozenset(versions)
 
     def end_turns(self) -> None:
-        """Keep one version: forget the estimates when another appears, and restart the drift tests."""
-        with self._lock:
-            if self._turns:
-                self._turns = frozenset()
-                self._acceptance.take_new_weights(self._drafter_version, is_swap=False)
+        """Keep one version: forget the estimates when another appears, and restart the drift tests.
+
+        It waits for nothing: what is being learned is followed by the restart.
+        """
+        if self._turns:
+            self._turns, self.is_to_restart = frozenset(), True
+
+    def _restart(self) -> None:
+        if self.is_to_restart:
+            self._acceptance.take_new_weights(self._drafter_version, is_swap=False)
+            self.is_to_restart = False
 
     # --- out ----------------------------------------------------------------------------------------------------------
 
     def propose(self, now_s: float, override: Override | Sequence[Override] | None = None) -> Policy:
         """Make the current policy; return the previous one, unchanged, while nothing material differs."""
         with self._lock:
+            self._restart()
             overrides = [override] if isinstance(override, Override) else list(override or ())
             policy = self._make_policy([one for one in overrides if one.until_s > now_s])
             reason = what_changed(self._policy, policy, self.max_num_seqs)
@@ -153,6 +162,7 @@ class EngineController:
     def beliefs(self) -> dict[str, object]:
         """Describe the estimates, in plain figures that JSON can carry."""
         with self._lock:
+            self._restart()
             plans = self._plans()
             sizes = [2**power for power in range(self.max_num_seqs.bit_length())]
             return {
@@ -173,6 +183,7 @@ class EngineController:
     def headline(self) -> dict[str, float | None]:
         """Figures of `beliefs` that change all the time: seconds of a typical step, and the gain over not drafting."""
         with self._lock:
+            self._restart()
             typical = self._steps.typical
             return {
                 "predicted_seconds": typical.get("predicted_step_seconds"),

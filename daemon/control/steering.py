@@ -1,8 +1,8 @@
 """The controllers' shell: batches in, policies out, once a second.
 
-Each engine has an `EngineController` of `adapt`, which is pure. This module supplies its inputs (batches, overrides, the clock)
-and handles its outputs (policies to send, drift alarms). A policy has a time to live and is sent again well before its end. An
-engine whose daemon has died therefore falls back by itself.
+Each engine has an `EngineController` of `adapt`, which reads no clock. This module supplies its inputs (batches, overrides, the
+clock) and handles its outputs (policies to send, drift alarms). A policy has a time to live and is sent again well before its
+end. An engine whose daemon has died therefore falls back by itself.
 """
 
 from __future__ import annotations
@@ -25,30 +25,38 @@ log = structlog.get_logger("honed.steering")
 
 REFRESH_SHARE = 0.25
 """Share of a policy's time to live after which it is sent again unchanged."""
-MAX_WAITING_ROUNDS, ROUNDS_OF_A_BATCH = 200_000, 100
-"""Above it, batches aren't learned: policies stay up to date, and memory bounded. A batch costs as much as so many rounds, and
-its own."""
+MAX_WAITING_BYTES, BATCH_BYTES = 4 << 20, 4 << 10
+"""Size of waiting frames above which batches aren't learned: policies stay up to date, and memory bounded. A decoded batch has
+ten times its frame's bytes, and takes time however small it is."""
+
+
+_Waiting = tuple[Engine, wire.EventBatch, int]
+"""A batch, and the bytes of its frame."""
 
 
 class Backlog:
     """Batches that wait, oldest first; engines take turns. Bounded."""
 
     def __init__(self) -> None:
-        self._queue: FairQueue[tuple[Engine, wire.EventBatch]] = FairQueue()
+        self._queue: FairQueue[_Waiting] = FairQueue()
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def put(self, engine: Engine, batch: wire.EventBatch) -> int:
-        """Add a batch. Returns how many were dropped for it, the oldest of those who have most; the last one is kept."""
-        self._queue.put(engine.engine_id, (engine, batch), len(batch.rounds.step) + ROUNDS_OF_A_BATCH)
+    def put(self, engine: Engine, batch: wire.EventBatch, num_bytes: int) -> int:
+        """Add a batch. Returns how many were dropped for it, the oldest of those who have most; the last one is kept.
+
+        Args:
+            num_bytes: of its frame.
+        """
+        self._queue.put(engine.engine_id, (engine, batch, num_bytes), num_bytes + BATCH_BYTES)
         dropped = 0
-        while self._queue.size > MAX_WAITING_ROUNDS and len(self) > 1:
+        while self._queue.size > MAX_WAITING_BYTES and len(self) > 1:
             self._queue.drop()
             dropped += 1
         return dropped
 
-    def take(self) -> tuple[Engine, wire.EventBatch]:
+    def take(self) -> _Waiting:
         """Remove a batch. Raises IndexError if there is none."""
         return self._queue.take()
 
@@ -87,14 +95,15 @@ class Steering:
         """Failures to learn from a batch or to make a policy."""
         self._failing: dict[str, str] = {}
 
-    def put(self, engine: Engine, batch: wire.EventBatch) -> None:
-        """Queue a batch for the next `observe`."""
-        self.skipped_batches += self._waiting.put(engine, batch)
+    def put(self, engine: Engine, batch: wire.EventBatch, num_bytes: int) -> None:
+        """Queue a batch, whose frame has `num_bytes`, for the next `observe`."""
+        self.skipped_batches += self._waiting.put(engine, batch, num_bytes)
 
     @property
     def num_waiting(self) -> int:
-        """Batches that the controllers haven't learned yet."""
-        return len(self._waiting) + self._is_learning
+        """Batches that the controllers are to learn, or are learning."""
+        with self._lock:
+            return len(self._waiting) + self._is_learning
 
     def observe(self, limit: int = 100) -> bool:
         """Learn from at most `limit` batches. Returns True if some are left.
@@ -105,9 +114,9 @@ class Steering:
             with self._lock:
                 if not self._waiting:
                     break
-                engine, batch = self._waiting.take()
+                engine, batch, num_bytes = self._waiting.take()
                 if engine.awaits_controller and not engine.is_replaced:
-                    self.skipped_batches += self._held.put(engine, batch)
+                    self.skipped_batches += self._held.put(engine, batch, num_bytes)
                     continue
                 controller = self.controller(engine)
                 if controller is None or batch.seq <= engine.learned_seq:
@@ -131,6 +140,8 @@ class Steering:
         if not alarms:
             return
         with self._lock:
+            if controller is not engine.controller or controller.is_to_restart:
+                return  # meanwhile the engine, or the trial that explains the alarm, has ended
             for alarm in alarms:
                 known = {workload for engine_id, workload in self.alarms if engine_id == engine.engine_id}
                 self.alarms[engine.engine_id, workload_of(alarm.workload, known)] += 1

@@ -147,6 +147,10 @@ class Engines:
             self._boots[key] = self._load(engine_id, boot_id)
         return self._boots[key]
 
+    def in_memory(self, engine_id: str, boot_id: str) -> Boot | None:
+        """The boot, if memory has it: what the database has more of it is read with it later."""
+        return self._boots.get((engine_id, boot_id))
+
     def introduce(self, hello: EngineHello, peer: bytes, now_s: float) -> Engine | None:
         """Note an engine's hello. None if another connection speaks for this boot, or there are too many engines."""
         engine_id, known = hello.engine_id, self.by_id.get(hello.engine_id)

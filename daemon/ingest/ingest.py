@@ -109,7 +109,8 @@ class Ingest:
         """Count and acknowledge committed batches."""
         touched = {}
         for item in group:
-            boot = self._engines.boot(item.engine_id, item.boot_id)
+            if (boot := self._engines.in_memory(item.engine_id, item.boot_id)) is None:
+                continue  # forgotten meanwhile
             boot.note_stored(item, self._monotonic())
             touched[boot.engine_id, boot.boot_id] = boot
         for boot in touched.values():

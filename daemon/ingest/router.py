@@ -42,7 +42,7 @@ MAX_WAITING_BYTES = 1 << 20
 BYTES_PER_TURN = 1 << 16
 """Most bytes read of a connection before the others' turn."""
 READ_BYTES, TURN_S = 1 << 13, 0.005
-"""Bytes read at a time, and time after which it is the others' turn: small messages cost time, not bytes."""
+"""Bytes read at a time, and time after which no more are, until the others' turn: small messages cost time, not bytes."""
 HANDSHAKE_S = 10.0
 SILENT_S = 10.0
 """Engines and trainers send every second; one that has been silent for so long makes room for a new connection."""
@@ -269,8 +269,7 @@ class Router:
             except BlockingIOError:
                 pass
             except OSError:
-                self._close(connection)
-                continue
+                connection.waiting.clear()  # its end is read, behind what it has sent
             is_left |= bool(connection.waiting)
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.waiting else 0)
             self._selector.modify(connection.socket, events, connection)

@@ -125,7 +125,7 @@ class StoreSettings(Section):
     """Limit of received, uncommitted batches, half of it for an engine alone. Further ones stay with their engines,
     unacknowledged."""
     commit_interval_s: float = 0.05
-    """Time for which the writer gathers batches for one commit."""
+    """Time for which the writer gathers batches for one commit; many end it early."""
 
     def finest_kept(self, span_s: float, finest_s: int) -> int:
         """Resolution in seconds of the sums to read for a time that goes back `span_s`.

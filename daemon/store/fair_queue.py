@@ -43,10 +43,14 @@ class FairQueue(Generic[T]):
         """Remove the oldest item of the source whose turn it is. Raises IndexError if there is none."""
         if not self._queues:
             raise IndexError("the queue is empty")
-        return self._take(next(iter(self._queues)))
+        source = next(iter(self._queues))
+        item = self._take(source)
+        if source in self._queues:
+            self._queues[source] = self._queues.pop(source)  # behind the others
+        return item
 
     def drop(self) -> T:
-        """Remove the oldest item of the source with the largest ones. Raises IndexError if there is none."""
+        """Remove the oldest item of the source that has most; it keeps its turn. Raises IndexError if there is none."""
         if not self._queues:
             raise IndexError("the queue is empty")
         return self._take(max(self._queues, key=self._sizes.__getitem__))
@@ -64,12 +68,9 @@ class FairQueue(Generic[T]):
             self.put(source, item, size)
 
     def _take(self, source: str) -> T:
-        queue = self._queues.pop(source)
-        item, size = queue.popleft()
+        item, size = self._queues[source].popleft()
         self._length -= 1
-        if queue:
-            self._queues[source] = queue  # behind the others
-            self._sizes[source] -= size
-        else:
-            del self._sizes[source]
+        self._sizes[source] -= size
+        if not self._queues[source]:
+            del self._queues[source], self._sizes[source]
         return item

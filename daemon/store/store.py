@@ -3,7 +3,7 @@
 Guarantees: a batch reported as committed survives a killed process and a power cut (synchronous=FULL: the log is synced
 before COMMIT returns). One transaction stores a batch and counts it in the roll-ups. The same (engine, boot, seq) is
 never stored twice. While the disk refuses, or a file of the database is gone, batches wait in memory up to `queue_bytes`
-and are retried; above that `put` returns False and the engine keeps them. Engines take turns, so that one that floods the
+and are retried; without room `put` returns False and the engine keeps them. Engines take turns, so that one that floods the
 daemon doesn't delay the others' acknowledgements. States (`keep`) wait and are retried, too: the latest of each is stored once
 the disk takes it.
 """
@@ -38,8 +38,11 @@ from honed.daemon.store.rollups import BatchCounts
 T = TypeVar("T")
 log = structlog.get_logger("honed.store")
 
-MAX_GROUP_BYTES, MAX_GROUP_BATCHES = 16 << 20, 25
-"""Most that one transaction stores; the next batch of an engine waits no longer than for one."""
+MAX_GROUP_BYTES = 16 << 20
+"""A transaction ends with the batch that reaches it."""
+LEAST_GROUP, MOST_GROUP = 25, 2000
+"""Bounds of the batches of a transaction. It stores as many as take as long as the disk's sync. So others wait little for it,
+and a slow disk is asked seldom. SQLite takes 32,766 values in a statement."""
 BATCH_BYTES = 4 << 10
 """About what a waiting batch takes beside its frame."""
 RETRY_S = 0.5
@@ -83,6 +86,7 @@ class Store:
         self._batches: FairQueue[StoredBatch] = FairQueue()
         self._group: list[StoredBatch] = []
         """Batches of the present transaction, until it is committed."""
+        self._most = LEAST_GROUP
         self._jobs: deque[_Job] = deque()
         self._is_closing = False
         self._is_busy = False
@@ -151,7 +155,7 @@ class Store:
             if self._is_closing or self._batches.size_of(engine_id) + size > free:
                 return False
             self._batches.put(engine_id, batch, size)
-            if len(self._batches) in (1, MAX_GROUP_BATCHES):  # what the writer waits for
+            if len(self._batches) in (1, self._most):  # what the writer waits for
                 self._changed.notify_all()
             return True
 
@@ -341,19 +345,23 @@ class Store:
         self._on_commit(group)
 
     def _is_in_a_hurry(self) -> bool:
-        return self._is_closing or bool(self._jobs) or len(self._batches) >= MAX_GROUP_BATCHES
+        return self._is_closing or bool(self._jobs) or len(self._batches) >= self._most
 
     def _fill_group(self) -> None:
         num_bytes = _bytes_of(self._group)
-        while self._batches and len(self._group) < MAX_GROUP_BATCHES and num_bytes < MAX_GROUP_BYTES:
+        while self._batches and len(self._group) < self._most and num_bytes < MAX_GROUP_BYTES:
             self._group.append(self._batches.take())
             num_bytes += len(self._group[-1].frame) + BATCH_BYTES
 
     def _store(self, group: list[StoredBatch]) -> None:
-        started = time.perf_counter()
+        started_s = time.perf_counter()
         with self._transaction():
             batch_tables.insert(self._db, group, self._age.now_s())
-        self.commit_times.observe(time.perf_counter() - started)
+            inserted_s = time.perf_counter()
+        committed_s = time.perf_counter()
+        self.commit_times.observe(committed_s - started_s)
+        per_batch_s = (inserted_s - started_s) / len(group)
+        self._most = min(max(int((committed_s - inserted_s) / per_batch_s), LEAST_GROUP), MOST_GROUP)
         self.is_failing = False
 
     def _wait(self, error: Exception) -> None:

@@ -107,6 +107,9 @@ def test_frames_wait_for_no_learning_and_for_no_request_that_waits_for_it(servic
             engine.wait_acked(seq)
         assert service.steering.num_waiting == 2
         assert not any(one.done() for one in waiting)
+        with service.lock:  # as a trial's turn and its end do
+            controller.take_turns(["v1", "v2"])
+            controller.end_turns()
     wait_for(lambda: not service.steering.num_waiting, "both batches")
 
 
@@ -232,8 +235,7 @@ def test_an_engine_that_only_observes_gets_no_policy(service: Service, make_engi
     engine.hello(capabilities=["events"])
     engine.send(engine.batch(1))
     engine.wait_acked(1)
-    with service.lock:
-        service.steer(service.monotonic())
+    service.steer(service.monotonic())
     assert not [m for m in engine.received if isinstance(m, wire.Policy)]
 
 
@@ -281,6 +283,7 @@ def test_engines_are_steered_though_another_part_of_the_tick_fails(
     with service.lock:
         service.overrides.set("draft_tokens", 1, 60, "", "operator")
         service.tick(service.monotonic())
+    service.steer(service.monotonic())
     engine.expect(wire.Policy, lambda policy: policy.override == "draft_tokens")
 
 

@@ -227,9 +227,10 @@ def test_mutated_frames_go_through_decoder_ingest_and_store(service: Service, da
         service.on_frame(peer, wire.encode(make_batch(seq, **boot)))
         assert service.store.drain(20.0)
         assert engine.boot.committed_seq == seq
+    while service.steering.observe():
+        pass
+    service.steer(service.monotonic())
     with service.lock:
-        while service.steering.observe():
-            pass
         service.tick(service.monotonic())
     StatusView.model_validate(json.loads(json.dumps(finite(views.status(service)), allow_nan=False)))
     render(service)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from honed.daemon.ingest.router import Router
+from honed.adapt.protocol import wire
+from honed.daemon.ingest.router import READ_BYTES, TURN_S, Router
 from honed.daemon.ingest.zmtp import GREETING, READY, frame
 from tests.daemon.conftest import wait_for
 
@@ -63,3 +64,25 @@ def test_a_flood_of_frames_leaves_other_connections_their_turn(
     honest.close()
     router.stop()
     assert handled.index(b"honest") < most_before
+
+
+def test_what_a_peer_sent_before_it_died_is_read(folder: Path) -> None:
+    """An answer that nobody reads is no reason to drop what was sent before."""
+    handled: list[bytes] = []
+    is_gone = threading.Event()
+
+    def on_frame(peer: bytes, message: bytes) -> None:
+        assert is_gone.wait(30.0)
+        handled.append(message)
+        router.send(peer, wire.Ack(boot_id="boot", seq=len(handled)))
+        time.sleep(TURN_S)
+
+    router = Router(folder / "engine.sock", on_frame)
+    router.start()
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(str(folder / "engine.sock"))
+        peer.sendall(GREETING + READY + frame(b"x" * READ_BYTES) * 5)
+    is_gone.set()
+    wait_for(lambda: not router._connections, "the connection's end")
+    router.stop()
+    assert len(handled) == 5

@@ -66,7 +66,7 @@ def test_the_budget_is_what_the_policy_allows(service: Service, make_engine: Cal
     assert scrape(service)["honed_tree_budget_nodes"] == {ENGINE: 3}
     with service.lock:
         service.overrides.set("draft_tokens", 1, 60, "", "operator")
-        service.steer(service.monotonic())
+    service.steer(service.monotonic())
     found = scrape(service)
     assert found["honed_tree_budget_nodes"] == {ENGINE: 1}
     assert found["honed_override_active"] == {"name=capture_share": 0, "name=draft_tokens": 1, "name=policy": 0}
@@ -83,7 +83,7 @@ def test_of_two_overrides_the_one_set_later_counts(service: Service, make_engine
     for name, value, kind in (("policy", "off", "off"), ("draft_tokens", 1, "static"), ("policy", "off", "off")):
         with service.lock:
             service.overrides.set(name, value, 60, "", "operator")
-            service.steer(service.monotonic())
+        service.steer(service.monotonic())
         generation = engine.expect(wire.Policy, partial(is_newer, kind=kind, generation=generation)).generation
     with service.lock:
         assert [one.name for one in service.overrides.active()] == ["draft_tokens", "policy"]

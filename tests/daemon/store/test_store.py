@@ -24,7 +24,7 @@ from honed.daemon.store.database import check_sqlite_version, connect, why_not
 from honed.daemon.store.migrations import SCHEMA_1, migrations, split_statements
 from honed.daemon.store.pruning import Pruning
 from honed.daemon.store.rollups import count_batch
-from honed.daemon.store.store import MAX_GROUP_BATCHES, Store
+from honed.daemon.store.store import LEAST_GROUP, Store
 from tests.daemon.conftest import Clock, wait_for
 from tests.daemon.fake_engine import make_batch
 
@@ -113,16 +113,36 @@ def test_an_engine_that_floods_the_store_delays_only_itself(folder: Path) -> Non
 
     store = Store(folder / "honed.db", StoreSettings(queue_bytes=1 << 20, commit_interval_s=0.0), on_commit=on_commit)
     seq = 1
-    while store.put(stored(make_batch(seq))):
+    while store.put(flood := stored(make_batch(seq))):
         seq += 1
+    half = (1 << 19) // (len(flood.frame) + store_module.BATCH_BYTES)
+    assert abs(seq - 1 - half) <= 1, "the other half is for others"
     for number in (1, 2):
-        assert store.put(stored(make_batch(number, engine_id="quiet"))), "the flood has left room for others"
+        assert store.put(stored(make_batch(number, engine_id="quiet")))
     store.start()
     assert store.drain(60)
     store.close()
     assert [one for one in groups[0] if one[0] == "quiet"] == [("quiet", 1), ("quiet", 2)]
-    assert max(len(group) for group in groups) == MAX_GROUP_BATCHES
+    assert len(groups[0]) == LEAST_GROUP
     assert [one[1] for group in groups for one in group if one[0] != "quiet"] == list(range(1, seq))
+
+
+def test_a_slow_disk_is_asked_seldom(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same few batches for each sync, a busy daemon on a slow disk would fall behind for good."""
+    check, num_checks = store._files.check, 0
+
+    def slow() -> None:
+        nonlocal num_checks
+        num_checks += 1
+        if num_checks % 2 == 0:  # at a transaction's end
+            time.sleep(0.05)
+        check()
+
+    monkeypatch.setattr(store._files, "check", slow)
+    for seq in range(1, 1001):
+        assert store.put(stored(make_batch(seq)))
+    assert store.drain(60)
+    assert num_checks // 2 < 15, "at least 40 in groups of the least size"
 
 
 def test_batches_wait_in_memory_while_the_disk_refuses(folder: Path, clock: Clock) -> None:
