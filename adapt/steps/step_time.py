@@ -321,6 +321,10 @@ class Scatter(NamedTuple):
     """Variance of time groups over the steps' own."""
 
 
+_FIRST_KINDS = 16
+"""Kinds that a learner has room for at first."""
+
+
 class StepTimeLearner:
     """Learns a StepTimeModel from measured steps."""
 
@@ -330,10 +334,10 @@ class StepTimeLearner:
         self.settings = settings
         self.captured_tokens = tuple(sorted(captured_tokens))
         self.num_steps = 0
-        self._rows: Floats = np.zeros((settings.max_kinds, settings.steps_per_kind, 9))
+        self._rows: Floats = np.zeros((min(_FIRST_KINDS, settings.max_kinds), settings.steps_per_kind, 9))
         """Of each step: requests, tokens, context, prefill, block, is verifying, seconds, number, and by what variance changes
-        of the world have put its price in doubt."""
-        self._filled = np.zeros(settings.max_kinds, dtype=np.int64)
+        of the world have put its price in doubt. Room for all kinds would be 19 MB, of which most engines need one."""
+        self._filled = np.zeros(len(self._rows), dtype=np.int64)
         self._kinds: dict[tuple[int, int, int, int], int] = {}
         self._model = StepTimeModel()
         self._kinds_before: dict[tuple[int, int], float] = {}
@@ -361,6 +365,10 @@ class StepTimeLearner:
             if cell == self.settings.max_kinds:  # the kind seen longest ago makes room
                 cell = self._kinds.pop(next(iter(self._kinds)))
                 self._filled[cell] = 0
+            elif cell == len(self._rows):
+                more = min(cell, self.settings.max_kinds - cell)
+                self._rows = np.concatenate([self._rows, np.zeros((more, *self._rows.shape[1:]))])
+                self._filled = np.concatenate([self._filled, np.zeros(more, dtype=np.int64)])
         self._kinds[kind] = cell
         self.num_steps += 1
         step = num_requests, num_tokens, context_tokens, num_prefill_tokens, block, num_draft_tokens > 0

@@ -41,8 +41,8 @@ log = structlog.get_logger("honed.store")
 MAX_GROUP_BYTES = 16 << 20
 """A transaction ends with the batch that reaches it."""
 LEAST_GROUP, MOST_GROUP = 25, 2000
-"""Bounds of the batches of a transaction. It stores as many as take as long as the disk's sync. So others wait little for it,
-and a slow disk is asked seldom. SQLite takes 32,766 values in a statement."""
+"""Bounds of the batches of a transaction. It stores as many as take as long as the disk's sync, at most twice those of the
+last one. So others wait little for it, and a slow disk is asked seldom. SQLite takes 32,766 values in a statement."""
 BATCH_BYTES = 4 << 10
 """About what a waiting batch takes beside its frame."""
 RETRY_S = 0.5
@@ -361,7 +361,8 @@ class Store:
         committed_s = time.perf_counter()
         self.commit_times.observe(committed_s - started_s)
         per_batch_s = (inserted_s - started_s) / len(group)
-        self._most = min(max(int((committed_s - inserted_s) / per_batch_s), LEAST_GROUP), MOST_GROUP)
+        most = min(int((committed_s - inserted_s) / per_batch_s), 2 * self._most, MOST_GROUP)
+        self._most = max(most, LEAST_GROUP)
         self.is_failing = False
 
     def _wait(self, error: Exception) -> None:

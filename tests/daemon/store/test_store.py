@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 import threading
@@ -129,20 +130,21 @@ def test_an_engine_that_floods_the_store_delays_only_itself(folder: Path) -> Non
 
 def test_a_slow_disk_is_asked_seldom(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same few batches for each sync, a busy daemon on a slow disk would fall behind for good."""
-    check, num_checks = store._files.check, 0
+    transaction, num_syncs = store._transaction, 0
 
-    def slow() -> None:
-        nonlocal num_checks
-        num_checks += 1
-        if num_checks % 2 == 0:  # at a transaction's end
-            time.sleep(0.05)
-        check()
+    @contextlib.contextmanager
+    def slow() -> Iterator[None]:
+        nonlocal num_syncs
+        with transaction():
+            yield
+        num_syncs += 1
+        time.sleep(0.1)
 
-    monkeypatch.setattr(store._files, "check", slow)
+    monkeypatch.setattr(store, "_transaction", slow)
     for seq in range(1, 1001):
         assert store.put(stored(make_batch(seq)))
     assert store.drain(60)
-    assert num_checks // 2 < 15, "at least 40 in groups of the least size"
+    assert num_syncs < 20, "40 in groups of the least size"
 
 
 def test_batches_wait_in_memory_while_the_disk_refuses(folder: Path, clock: Clock) -> None:
