@@ -7,6 +7,7 @@ until one with its own curve has been silent for `_SILENT_FORGETTINGS`.
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from honed.adapt.acceptance.context_shift import (
@@ -140,9 +141,16 @@ class AcceptanceBeliefs:
         return found
 
     def priors(self) -> list[WorkloadPrior]:
-        """Priors from which the engine starts requests: the engine's own curve, then every workload's."""
-        if self._trees.is_known:
-            return self._priors_of_trees()
+        """Priors from which the engine starts requests: the engine's own curve, then every workload's.
+
+        Where trees are verified these are of nodes, and those of chains follow.
+        """
+        chains = self._priors_of_chains()
+        if not self._trees.is_known:
+            return chains
+        return [*self._priors_of_trees(), *(msgspec.structs.replace(one, keeps_chain=True) for one in chains)]
+
+    def _priors_of_chains(self) -> list[WorkloadPrior]:
         engine = self.engine_curve()
         strengths = {name: self._request_strength(workload) for name, workload in self._workloads.items()}
         pooled = float(np.median(list(strengths.values()))) if strengths else self.settings.request_strength or 8.0

@@ -65,12 +65,14 @@ def _limits(old: Policy, new: Policy) -> str:
 
 
 def _acceptance(old: Policy, new: Policy) -> str:
-    curves = {prior.workload: prior for prior in old.priors}
-    gone = [name for name in curves if name not in {prior.workload for prior in new.priors}]
+    curves = {(prior.workload, prior.keeps_chain): prior for prior in old.priors}
+    gone = curves.keys() - {(prior.workload, prior.keeps_chain) for prior in new.priors}
     if gone:
-        return f"workload {gone[0]!r} is forgotten"
+        return f"workload {min(gone)[0]!r} is forgotten"
     for prior in new.priors:
-        before, name = curves.get(prior.workload), f"workload {prior.workload!r}" if prior.workload else "the engine"
+        before = curves.get((prior.workload, prior.keeps_chain))
+        name = f"workload {prior.workload!r}" if prior.workload else "the engine"
+        name += "'s chains" if prior.keeps_chain else ""
         if before is None:
             return f"{name} is new"
         if reason := _context_shift(before.context_shift, prior.context_shift):

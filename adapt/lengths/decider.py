@@ -151,11 +151,11 @@ class Decider:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def start(self, request_id: str, workload: str = "default", ceiling: int = -1) -> None:
-        """Add a request; a second time changes nothing."""
+    def start(self, request_id: str, workload: str = "default", ceiling: int = -1, *, keeps_chain: bool = False) -> None:
+        """Add a request, see `RequestBeliefs.start`; a second time changes nothing."""
         if request_id in self.requests.slot_of:
             return
-        self.requests.start(request_id, workload, ceiling)
+        self.requests.start(request_id, workload, ceiling, keeps_chain=keeps_chain)
         if self._rule is not None:
             self._rule.start(request_id, workload, ceiling)
 

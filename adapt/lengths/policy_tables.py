@@ -27,6 +27,10 @@ WORKLOAD = np.dtype([(name, np.float64) for name in ("constant", "feature_weight
 """Weight of the workload's curve in a request's theta; and the drafts' features, see `draft_features`."""
 
 
+Label: TypeAlias = tuple[str, bool]
+"""Workload, and whether the request keeps its chain where others get trees."""
+
+
 @dataclass(frozen=True, slots=True)
 class PolicyTables:
     """A policy's tables: survival curves of every workload and theta. Made on any thread by `of`.
@@ -36,7 +40,7 @@ class PolicyTables:
 
     policy: Policy | None
     model: StepTimeModel
-    row_of_workload: dict[str, int]
+    row_of_label: dict[Label, int]
     is_latency: bool
     curves: CurveTable  # [W * thetas, K] survival, or its gain in latency, up to the policy's limit
     workloads: Records  # [W] of WORKLOAD
@@ -77,7 +81,7 @@ class PolicyTables:
         return cls(
             policy,
             _usable_model(policy, num_tokens),
-            {prior.workload: row for row, prior in enumerate(priors)},
+            {(prior.workload, prior.keeps_chain): row for row, prior in enumerate(priors)},
             is_latency,
             CurveTable.of(by_theta[:, :limit]),
             workloads,
@@ -92,6 +96,11 @@ class PolicyTables:
             shared_lengths_of(policy, limit),
             arrived_s,
         )
+
+    def row_of(self, label: Label) -> int:
+        """Row of a label's requests; that of unnamed ones if the policy doesn't know it."""
+        keeps_chain = label[1] and ("", True) in self.row_of_label
+        return self.row_of_label.get((label[0], keeps_chain), self.row_of_label.get(("", keeps_chain), 0))
 
 
 def limit_of(policy: Policy | None, num_spec_tokens: int) -> int:

@@ -18,7 +18,7 @@ from types import ModuleType
 import numpy as np
 
 from honed.adapt.acceptance.draft_features import MOST_LOG_ODDS
-from honed.adapt.lengths.policy_tables import NUM_THETAS, THETA_STEPS, PolicyTables, Records
+from honed.adapt.lengths.policy_tables import NUM_THETAS, THETA_STEPS, Label, PolicyTables, Records
 from honed.adapt.protocol.arrays import Floats, Ints
 
 REQUEST_FORGETTING_ROUNDS = 128.0
@@ -70,7 +70,7 @@ class RequestBeliefs:
         self.slot_of: dict[str, int] = {}
         self.free: list[int] = []
         self._keep(np.zeros(size, REQUEST), np.zeros(size, np.int64), np.zeros(size, np.int64))
-        self._labels: dict[str, int] = {"default": 0}
+        self._labels: dict[Label, int] = {("default", False): 0}
         self._last_ids: list[str] = []
         """The last batch given to `slots_of`, its slots, and the slots of requests that ended since then."""
         self._last_slots = array("q")
@@ -92,7 +92,7 @@ class RequestBeliefs:
     def use(self, tables: PolicyTables) -> None:
         """Use these tables from now on."""
         self._tables, self._num_priced, self._unheard_steps = tables, 0, UNHEARD_STEPS
-        self._rows = [tables.row_of_workload.get(name, 0) for name in self._labels]
+        self._rows = [tables.row_of(label) for label in self._labels]
         self.known["row"] = np.array(self._rows, dtype=np.int64)[self._label]
         if not tables.has_shift:
             self.known["shift"] = 0.0
@@ -103,15 +103,20 @@ class RequestBeliefs:
         self._compiled = compiled
         return compiled
 
-    def start(self, request_id: str, workload: str = "default", ceiling: int = -1) -> None:
-        """Add a request; a second time changes nothing."""
+    def start(self, request_id: str, workload: str = "default", ceiling: int = -1, *, keeps_chain: bool = False) -> None:
+        """Add a request; a second time changes nothing.
+
+        Args:
+            ceiling: most draft tokens; −1: K.
+            keeps_chain: whether it keeps the drafter's chain where others get trees.
+        """
         if request_id in self.slot_of:
             return
         slot = self._take_slot()
         self.slot_of[request_id] = slot
         if slot in self._left:
             self._drop_left()
-        label = self._label_of(workload)
+        label = self._label_of((workload, keeps_chain))
         limit = min(ceiling, self.num_spec_tokens) if ceiling >= 0 else self.num_spec_tokens
         self._label[slot], self._limit[slot] = label, limit
         self.known[slot] = (0.0, 0.0, 0, _NO_END, limit, self._rows[label], 0.0, 0.0, 0.0)
@@ -389,16 +394,16 @@ class RequestBeliefs:
             self._keep(*(np.concatenate([array, np.zeros_like(array)]) for array in (self.known, self._label, self._limit)))
         return used
 
-    def _label_of(self, workload: str) -> int:
-        label = self._labels.get(workload)
-        if label is None:
+    def _label_of(self, label: Label) -> int:
+        number = self._labels.get(label)
+        if number is None:
             if len(self._labels) >= _MOST_LABELS:
                 self._drop_labels()
             if len(self._labels) >= _MOST_LABELS:
                 return 0
-            label = self._labels[workload] = len(self._labels)
-            self._rows.append(self._tables.row_of_workload.get(workload, 0))
-        return label
+            number = self._labels[label] = len(self._labels)
+            self._rows.append(self._tables.row_of(label))
+        return number
 
     def _drop_labels(self) -> None:
         """Forget the workloads that no running request has, beside "default"."""

@@ -319,6 +319,8 @@ class WorkloadPrior(_Message, frozen=True):
     """Mean feature of this workload's rounds, see `RoundColumns.feature`."""
     feature_weight: Real = 0.0
     """Change of a request's log-odds of acceptance against its workload's, per unit of its feature above the mean."""
+    keeps_chain: bool = False
+    """Of those requests that keep the drafter's chain where others get trees, whose `acceptance` is of nodes."""
 
 
 class Policy(_Message, frozen=True):

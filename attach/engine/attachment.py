@@ -163,9 +163,10 @@ class Attachment:
         labels, tracked = self._requests.add(request.request_id, request.sampling_params, request.num_tokens, adapter)
         self._recorder.started(request.request_id, tracked)
         most = labels.max_draft_tokens
-        if self._chain_tokens < self._num_spec_tokens and needs_chain(request.sampling_params):
+        keeps_chain = self._chain_tokens < self._num_spec_tokens and needs_chain(request.sampling_params)
+        if keeps_chain:
             most = self._chain_tokens if most < 0 else min(most, self._chain_tokens)
-        self._decider.start(request.request_id, labels.workload, most)
+        self._decider.start(request.request_id, labels.workload, most, keeps_chain=keeps_chain)
         self._in_prompt.add(request.request_id)
         self._struck.start(request)
         self._busy.set(True)

@@ -49,7 +49,7 @@ def chosen(controller, **step_time):
 def test_priors_are_what_nodes_are_worth():
     values = 0.7 * 0.85 ** np.arange(SLOTS)
     controller, _ = learned(values)
-    priors = {prior.workload: prior for prior in controller.propose(0.0).priors}
+    priors = {prior.workload: prior for prior in controller.propose(0.0).priors if not prior.keeps_chain}
     assert np.cumprod(priors["default"].acceptance) == pytest.approx(values, abs=0.08)
     assert np.cumprod(priors[""].acceptance).sum() == pytest.approx(values.sum(), rel=0.08)
 
@@ -83,3 +83,28 @@ def test_a_swap_forgets_what_nodes_were_worth():
         controller.observe(msgspec.structs.replace(batch, drafter_version="v2"))
     prior = next(p for p in controller.propose(0.0).priors if p.workload == "default")
     assert np.cumprod(prior.acceptance)[0] == pytest.approx(0.2, abs=0.08)
+
+
+def test_requests_that_keep_chains_are_priced_by_chains():
+    """By what nodes are worth, they drafted all seven tokens for ever, where none pays."""
+    rng = np.random.default_rng(3)
+    controller, _ = learned(0.7 * 0.9 ** np.arange(SLOTS))
+    for seq in range(100, 120):
+        drafted = rng.integers(1, CHAIN + 1, size=100)
+        accepted = np.minimum(rng.geometric(0.9, size=100) - 1, drafted)
+        controller.observe(make_batch(drafted, accepted, "forms", seq=seq, requests=rng.integers(0, 30, size=100)))
+    policy = controller.propose(0.0)
+    model = StepTimeModel.of(base=5e-3, drafting=5e-4, per_token=1e-3)
+    policy = msgspec.structs.replace(policy, step_seconds=list(model.parameters), explore_share=0.0, kind="goodput")
+    decider = Decider(SLOTS, 8)
+    decider.set_policy(policy, 0.0)
+    decider.start("tree", "default")
+    decider.start("chain", "default", CHAIN, keeps_chain=True)
+    decider.start("form", "forms", CHAIN, keeps_chain=True)
+    decider.start("new", "unheard", CHAIN, keeps_chain=True)
+    tree, chain, form, new = (
+        decider.decide([name], 100, 0, 0.0).num_draft_tokens[0] for name in ("tree", "chain", "form", "new")
+    )
+    assert tree > chain > form
+    assert form <= 1
+    assert form <= new <= chain, "of a workload that nobody knows, the engine's chains tell"
