@@ -108,3 +108,6 @@ def test_requests_that_keep_chains_are_priced_by_chains():
     assert tree > chain > form
     assert form <= 1
     assert form <= new <= chain, "of a workload that nobody knows, the engine's chains tell"
+    decider.requests.keep_chains()
+    decider.start("late", "forms", CHAIN)
+    assert [decider.decide([name], 100, 0, 0.0).num_draft_tokens[0] for name in ("tree", "late")] == [chain, form]
