@@ -27,8 +27,9 @@ class TreeRounds:
 class Rounds:
     """Verify rounds with at least one draft token, oldest first; every array is [R].
 
-    Of a tree, figures are of the drafter's own chain in it: cut off where the tree has no more of it, as a chain is by its
-    length. So acceptance by position means the same with trees and without.
+    Of a tree, figures are of the drafter's own chain in it, cut off where the tree has no more of it. So acceptance by position
+    means about the same with trees and without. A small tree has more of the chain where the drafter is sure: there it is
+    somewhat higher at deep positions.
     """
 
     request: npt.NDArray[np.uint64]
@@ -44,6 +45,8 @@ class Rounds:
     """See `RoundColumns.feature`; None: unknown for all."""
     trees: TreeRounds | None = None
     """The trees among them; None: there are none."""
+    has_chains: bool = True
+    """Whether any of them verified a chain, not a tree."""
 
     def __len__(self) -> int:
         return len(self.request)
@@ -60,7 +63,8 @@ def rounds_by_workload(batch: EventBatch) -> Iterator[tuple[str, Rounds]]:
     invalid, struck = np.maximum(invalid, 0), struck_tokens(columns, count)
     num_scheduled = np.minimum(invalid, struck)  # of the struck ones
     drafted, invalid = drafted + struck - num_scheduled, invalid - num_scheduled + trimmed_tokens(columns, count)
-    nodes, num_nodes, is_whole = accepted_nodes(columns, accepted), drafted, np.zeros(count, dtype=np.bool_)
+    nodes, num_nodes = accepted_nodes(columns, accepted), drafted
+    is_tree = is_whole = np.zeros(count, dtype=np.bool_)
     if nodes is not None:
         chain = _ints(columns.chain_tokens, "chain_tokens", count)
         is_tree, drafted = chain > 0, np.where(chain > 0, chain, drafted)
@@ -85,7 +89,9 @@ def rounds_by_workload(batch: EventBatch) -> Iterator[tuple[str, Rounds]]:
         if mine.any():
             shown = None if feature is None else feature[mine]
             trees = TreeRounds(num_nodes[mine & is_whole], nodes[mine & is_whole]) if nodes is not None else None
-            yield workload, Rounds(request[mine], drafted[mine], accepted[mine], invalid[mine], position[mine], shown, trees)
+            has_chains = bool((mine & ~is_tree).any())
+            figures = request[mine], drafted[mine], accepted[mine], invalid[mine], position[mine]
+            yield workload, Rounds(*figures, shown, trees, has_chains)
 
 
 def accepted_nodes(columns: RoundColumns, accepted: Ints) -> Ints | None:  # [R] -> [R, P]

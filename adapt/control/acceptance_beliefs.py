@@ -53,6 +53,7 @@ class _Workload:
         self.contexts = ContextCounts(num_spec_tokens, forgetting_rounds)
         self.features = FeatureRegression(forgetting_rounds)
         self.trees = TreeGains(num_spec_tokens, forgetting_rounds)
+        self.has_chains = False
         self.last_round = 0.0  # of the engine's
 
 
@@ -64,6 +65,8 @@ class AcceptanceBeliefs:
         self.settings = settings
         self._counts = AdaptiveCounts(num_spec_tokens, settings.forgetting_rounds)
         self._trees = TreeGains(num_spec_tokens, settings.forgetting_rounds)
+        self.has_trees = True
+        """Whether the engine can verify trees; without, what they have taught is of no use."""
         self._num_seen = 0.0
         """Independent rounds of the engine."""
         self._workloads: dict[str, _Workload] = {}
@@ -94,6 +97,7 @@ class AcceptanceBeliefs:
             now_s: wall-clock time of the rounds; None: unknown.
         """
         workload = self._workload(name)
+        workload.has_chains |= rounds.has_chains
         if rounds.trees is not None:
             for trees in (workload.trees, self._trees):
                 trees.observe(rounds.trees)
@@ -143,18 +147,23 @@ class AcceptanceBeliefs:
     def priors(self) -> list[WorkloadPrior]:
         """Priors from which the engine starts requests: the engine's own curve, then every workload's.
 
-        Where trees are verified these are of nodes, and those of chains follow.
+        Where trees are verified these are of nodes. Those of chains follow: the engine's, and of workloads that have any.
         """
-        chains = self._priors_of_chains()
-        if not self._trees.is_known:
-            return chains
+        if not self._verifies_trees:
+            return self._priors_of_chains(self._workloads)
+        having = {name: one for name, one in self._workloads.items() if one.has_chains}
+        chains = self._priors_of_chains(having)
         return [*self._priors_of_trees(), *(msgspec.structs.replace(one, keeps_chain=True) for one in chains)]
 
-    def _priors_of_chains(self) -> list[WorkloadPrior]:
+    @property
+    def _verifies_trees(self) -> bool:
+        return self.has_trees and self._trees.is_known
+
+    def _priors_of_chains(self, wanted: dict[str, _Workload]) -> list[WorkloadPrior]:
         engine = self.engine_curve()
-        strengths = {name: self._request_strength(workload) for name, workload in self._workloads.items()}
+        strengths = {name: self._request_strength(workload) for name, workload in wanted.items()}
         pooled = float(np.median(list(strengths.values()))) if strengths else self.settings.request_strength or 8.0
-        workloads = self._workloads.items()
+        workloads = wanted.items()
         self._context_effect = estimate_effect(
             [(one.contexts, trials_design_effect(one.requests, strengths[name])) for name, one in workloads]
         )
@@ -202,7 +211,7 @@ class AcceptanceBeliefs:
 
     def typical_curve(self) -> Floats:
         """Conditional acceptance of a typical request, [K]."""
-        return self._trees.acceptance() if self._trees.is_known else self._lines.apply(self.engine_curve())
+        return self._trees.acceptance() if self._verifies_trees else self._lines.apply(self.engine_curve())
 
     def _curve(self, workload: _Workload, engine: Floats) -> Floats:
         strength = self.settings.workload_strength

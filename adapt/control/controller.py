@@ -56,13 +56,23 @@ class EngineController:
         self._steps = StepBeliefs(self.settings.step_time, self.settings.captured_tokens)
         self._drafter_version = ""  # its last name
         self._turns: frozenset[str] = frozenset()
-        self.is_to_restart = False
-        """True between `end_turns` and the next use of the estimates."""
+        self.turns_ended = 0
+        """How often turns were ended."""
+        self._is_to_restart = False
         self._boot_id = ""
         self._policy: Policy | None = None
         self._changes: deque[tuple[int, str]] = deque(maxlen=_CHANGES_KEPT)
         self._decisions: Counter[str] = Counter()
         self._lock = threading.Lock()  # taken last: its holder waits for no other
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether the engine can verify draft trees; True until something else is said."""
+        return self._acceptance.has_trees
+
+    @has_trees.setter
+    def has_trees(self, value: bool) -> None:
+        self._acceptance.has_trees = value
 
     # --- in -----------------------------------------------------------------------------------------------------------
 
@@ -99,12 +109,13 @@ class EngineController:
         It waits for nothing: what is being learned is followed by the restart.
         """
         if self._turns:
-            self._turns, self.is_to_restart = frozenset(), True
+            self._turns, self._is_to_restart = frozenset(), True
+            self.turns_ended += 1
 
     def _restart(self) -> None:
-        if self.is_to_restart:
+        if self._is_to_restart:
             self._acceptance.take_new_weights(self._drafter_version, is_swap=False)
-            self.is_to_restart = False
+            self._is_to_restart = False
 
     # --- out ----------------------------------------------------------------------------------------------------------
 

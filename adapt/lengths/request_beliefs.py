@@ -70,8 +70,7 @@ class RequestBeliefs:
         self.slot_of: dict[str, int] = {}
         self.free: list[int] = []
         self._keep(np.zeros(size, REQUEST), np.zeros(size, np.int64), np.zeros(size, np.int64))
-        self._labels: dict[Label, int] = {("default", False): 0}
-        self._do_all_keep_chains = False
+        self._labels: dict[Label, int] = {("default", False): 0, ("default", True): 1}
         self._last_ids: list[str] = []
         """The last batch given to `slots_of`, its slots, and the slots of requests that ended since then."""
         self._last_slots = array("q")
@@ -93,19 +92,10 @@ class RequestBeliefs:
     def use(self, tables: PolicyTables) -> None:
         """Use these tables from now on."""
         self._tables, self._num_priced, self._unheard_steps = tables, 0, UNHEARD_STEPS
-        self._rows = [self._row_of(label) for label in self._labels]
+        self._rows = [tables.row_of(label) for label in self._labels]
         self.known["row"] = np.array(self._rows, dtype=np.int64)[self._label]
         if not tables.has_shift:
             self.known["shift"] = 0.0
-
-    def keep_chains(self) -> None:
-        """From now on no request gets a tree."""
-        self._do_all_keep_chains = True
-        self.use(self._tables)
-
-    def _row_of(self, label: Label) -> int:
-        workload, keeps_chain = label
-        return self._tables.row_of((workload, keeps_chain or self._do_all_keep_chains))
 
     def _load(self) -> ModuleType:
         from honed.adapt.lengths import compiled
@@ -410,14 +400,14 @@ class RequestBeliefs:
             if len(self._labels) >= _MOST_LABELS:
                 self._drop_labels()
             if len(self._labels) >= _MOST_LABELS:
-                return 0
+                return int(label[1])
             number = self._labels[label] = len(self._labels)
-            self._rows.append(self._row_of(label))
+            self._rows.append(self._tables.row_of(label))
         return number
 
     def _drop_labels(self) -> None:
         """Forget the workloads that no running request has, beside "default"."""
-        names, used = list(self._labels), sorted({0, *self._label[list(self.slot_of.values())].tolist()})
+        names, used = list(self._labels), sorted({0, 1, *self._label[list(self.slot_of.values())].tolist()})
         renumbered = np.zeros(len(names), dtype=np.int64)
         renumbered[used] = np.arange(len(used))
         self._label[:] = renumbered[self._label]

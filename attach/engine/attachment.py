@@ -346,7 +346,6 @@ class Attachment:
             self._plan = self._plan._replace(padded={*self._plan.padded, *unjudged})
         if self._most_tokens > self._chain_tokens and getattr(runner_output, TREES_ARE_OFF, False):
             self._most_tokens = self._chain_tokens
-            self._decider.requests.keep_chains()
             self._workers.end_trees()
             self._publisher.reintroduce()
         recorder = self._recorder

@@ -129,6 +129,7 @@ class Steering:
         return bool(self._waiting)
 
     def _learn(self, engine: Engine, controller: EngineController, batch: wire.EventBatch) -> None:
+        turns_ended = controller.turns_ended
         try:
             alarms = controller.observe(batch)
         except Exception as error:
@@ -140,7 +141,7 @@ class Steering:
         if not alarms:
             return
         with self._lock:
-            if controller is not engine.controller or controller.is_to_restart:
+            if controller is not engine.controller or controller.turns_ended != turns_ended:
                 return  # meanwhile the engine, or the trial that explains the alarm, has ended
             for alarm in alarms:
                 known = {workload for engine_id, workload in self.alarms if engine_id == engine.engine_id}
@@ -174,8 +175,9 @@ class Steering:
     def _steer(self, engine: Engine, overrides: list[Override], now_s: float) -> None:
         with self._lock:
             controller = self.controller(engine)
-        if controller is None or not self.is_steerable(engine):
-            return
+            if controller is None or not self.is_steerable(engine):
+                return
+            controller.has_trees = engine.hello is not None and "trees" in engine.hello.capabilities
         policy = controller.propose(now_s, overrides)
         with self._lock:
             is_due = now_s - engine.policy_sent_s >= policy.ttl_s * REFRESH_SHARE

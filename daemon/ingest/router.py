@@ -268,8 +268,11 @@ class Router:
                 del connection.waiting[: connection.socket.send(connection.waiting)]
             except BlockingIOError:
                 pass
-            except OSError:
+            except (BrokenPipeError, ConnectionResetError):
                 connection.waiting.clear()  # its end is read, behind what it has sent
+            except OSError:
+                self._close(connection)
+                continue
             is_left |= bool(connection.waiting)
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.waiting else 0)
             self._selector.modify(connection.socket, events, connection)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from sqlite_utils import Database
@@ -22,6 +23,7 @@ INSERT_BATCHES = """
 INSERT INTO batches (engine_id, boot_id, seq, received_unix_ns, sent_unix_ns, stored_s, drafter_version, steps,
   rounds, draft_tokens, accepted_tokens, malformed, bytes, frame_bytes, frame)
 VALUES """
+_ROWS_AT_ONCE = (16, 4, 1)
 _BATCH = "(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 ADD_RAW_BYTES = "UPDATE meta SET value = value + ? WHERE key = 'raw_bytes'"
 ADD_TO_ROLLUP = f"""
@@ -56,6 +58,10 @@ ON CONFLICT (engine_id, boot_id) DO UPDATE SET own_version = ?3, target_updates 
 """
 
 
+BATCH_BYTES, CELL_BYTES = 2 << 10, 1 << 10
+"""Of a waiting batch beside its frame, and of each cell of its counts."""
+
+
 @dataclass(slots=True)
 class StoredBatch:
     """What is written of a batch. Not the batch: its columns take many times the frame's bytes while they wait."""
@@ -72,6 +78,11 @@ class StoredBatch:
     counts: BatchCounts
     missing: int = 0
     """Sequence numbers right before this one that will never arrive."""
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory."""
+        return len(self.frame) + BATCH_BYTES + CELL_BYTES * len(self.counts.cells)
 
     @staticmethod
     def of(batch: EventBatch, frame: bytes, received_unix_ns: int, counts: BatchCounts, missing: int = 0) -> StoredBatch:
@@ -101,7 +112,7 @@ def insert(db: Database, group: list[StoredBatch], now_s: float) -> int:
     committed: dict[tuple[str, str], int] = {}
     boots: dict[tuple[str, str], _Boot] = {}
     rollups: dict[tuple[int, int, str, str, str], Counts] = {}
-    rows: list[Any] = []
+    rows: list[tuple[Any, ...]] = []
     raw_bytes = 0
     for item in group:
         counts = item.counts
@@ -114,9 +125,9 @@ def insert(db: Database, group: list[StoredBatch], now_s: float) -> int:
         committed[key] = item.seq
         total = counts.total
         compressed = zlib.compress(item.frame, 1)
-        rows += (*key, item.seq, item.received_unix_ns, item.sent_unix_ns, int(now_s))
-        rows += (item.drafter_version, counts.steps, total.rounds, total.draft_tokens, total.accepted_tokens)
-        rows += (counts.malformed, len(item.frame), len(compressed), compressed)
+        when = item.received_unix_ns, item.sent_unix_ns, int(now_s), item.drafter_version
+        what = counts.steps, total.rounds, total.draft_tokens, total.accepted_tokens, counts.malformed
+        rows.append((*key, item.seq, *when, *what, len(item.frame), len(compressed), compressed))
         raw_bytes += len(compressed)
         boot = boots.setdefault(key, _Boot(Counts(), {"batches": 0, "missing_batches": 0, "malformed_batches": 0}))
         boot.counts.add(total)
@@ -128,8 +139,7 @@ def insert(db: Database, group: list[StoredBatch], now_s: float) -> int:
             for resolution in RESOLUTIONS_S:
                 where = (resolution, second - second % resolution, item.engine_id, workload, item.drafter_version)
                 rollups.setdefault(where, Counts()).add(cell)
-    if rows:  # by one statement: each one waits for the interpreter, which other threads use
-        db.conn.execute(INSERT_BATCHES + ", ".join([_BATCH] * (len(rows) // _BATCH.count("?"))), rows)
+    _insert_rows(db, rows)
     for (engine_id, boot_id), boot in boots.items():
         row: dict[str, Any] = {"engine_id": engine_id, "boot_id": boot_id, **boot.values, **boot.counts.row()}
         db.conn.execute(ADD_TO_BOOT, row)
@@ -139,6 +149,18 @@ def insert(db: Database, group: list[StoredBatch], now_s: float) -> int:
     if raw_bytes:
         db.conn.execute(ADD_RAW_BYTES, (raw_bytes,))
     return sum(boot.values["batches"] for boot in boots.values())
+
+
+def _insert_rows(db: Database, rows: list[tuple[Any, ...]]) -> None:
+    """Insert rows by few statements: after each one this thread waits for the interpreter, which others use.
+
+    There are few kinds of them: SQLite's driver keeps each kind with what was last inserted by it.
+    """
+    at = 0
+    for size in _ROWS_AT_ONCE:
+        while len(rows) - at >= size:
+            db.conn.execute(INSERT_BATCHES + ", ".join([_BATCH] * size), [*chain.from_iterable(rows[at : at + size])])
+            at += size
 
 
 def read_frame(frame: bytes) -> EventBatch | None:

@@ -40,11 +40,9 @@ log = structlog.get_logger("honed.store")
 
 MAX_GROUP_BYTES = 16 << 20
 """A transaction ends with the batch that reaches it."""
-LEAST_GROUP, MOST_GROUP = 25, 2000
-"""Bounds of the batches of a transaction. It stores as many as take as long as the disk's sync, at most twice those of the
-last one. So others wait little for it, and a slow disk is asked seldom. SQLite takes 32,766 values in a statement."""
-BATCH_BYTES = 4 << 10
-"""About what a waiting batch takes beside its frame."""
+LEAST_GROUP, MOST_GROUP, MOST_TRANSACTION_S = 25, 2000, 0.5
+"""Bounds of a transaction's batches, and time above which the next one gets half as many. It stores as many as take as long as
+the end of the transaction does, at most twice those of the last one: a slow sync is asked for seldom, others wait little."""
 RETRY_S = 0.5
 LOG_EVERY_S = 10.0
 COMMIT_BOUNDS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -149,7 +147,7 @@ class Store:
 
     def put(self, batch: StoredBatch) -> bool:
         """Queue a batch; False if the queue is full, or has less room left than its engine uses. Never blocks."""
-        engine_id, size = batch.engine_id, len(batch.frame) + BATCH_BYTES
+        engine_id, size = batch.engine_id, batch.num_bytes
         with self._changed:
             free = self._settings.queue_bytes - self._batches.size - _bytes_of(self._group)
             if self._is_closing or self._batches.size_of(engine_id) + size > free:
@@ -351,7 +349,7 @@ class Store:
         num_bytes = _bytes_of(self._group)
         while self._batches and len(self._group) < self._most and num_bytes < MAX_GROUP_BYTES:
             self._group.append(self._batches.take())
-            num_bytes += len(self._group[-1].frame) + BATCH_BYTES
+            num_bytes += self._group[-1].num_bytes
 
     def _store(self, group: list[StoredBatch]) -> None:
         started_s = time.perf_counter()
@@ -361,7 +359,8 @@ class Store:
         committed_s = time.perf_counter()
         self.commit_times.observe(committed_s - started_s)
         per_batch_s = (inserted_s - started_s) / len(group)
-        most = min(int((committed_s - inserted_s) / per_batch_s), 2 * self._most, MOST_GROUP)
+        is_long = committed_s - started_s > MOST_TRANSACTION_S
+        most = len(group) // 2 if is_long else min(int((committed_s - inserted_s) / per_batch_s), 2 * self._most, MOST_GROUP)
         self._most = max(most, LEAST_GROUP)
         self.is_failing = False
 
@@ -417,7 +416,7 @@ class Store:
 
 
 def _bytes_of(group: list[StoredBatch]) -> int:
-    return sum(len(one.frame) + BATCH_BYTES for one in group)
+    return sum(one.num_bytes for one in group)
 
 
 def _is_of_the_disk(error: Exception) -> bool:

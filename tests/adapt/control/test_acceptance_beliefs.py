@@ -87,12 +87,14 @@ def test_a_swap_forgets_what_nodes_were_worth():
 
 def test_requests_that_keep_chains_are_priced_by_chains():
     """By what nodes are worth, they drafted all seven tokens for ever, where none pays."""
-    rng = np.random.default_rng(3)
-    controller, _ = learned(0.7 * 0.9 ** np.arange(SLOTS))
+    rng, values = np.random.default_rng(3), 0.7 * 0.9 ** np.arange(SLOTS)
+    controller, _ = learned(values)
     for seq in range(100, 120):
-        drafted = rng.integers(1, CHAIN + 1, size=100)
-        accepted = np.minimum(rng.geometric(0.9, size=100) - 1, drafted)
-        controller.observe(make_batch(drafted, accepted, "forms", seq=seq, requests=rng.integers(0, 30, size=100)))
+        for workload, chances in (("forms", np.full(CHAIN, 0.1)), ("default", values[:CHAIN])):
+            drafted = rng.integers(1, CHAIN + 1, size=100)
+            passed = np.logical_and.accumulate(rng.random((100, CHAIN)) < chances, axis=1).sum(1)
+            requests = rng.integers(0, 30, size=100)
+            controller.observe(make_batch(drafted, np.minimum(passed, drafted), workload, seq=seq, requests=requests))
     policy = controller.propose(0.0)
     model = StepTimeModel.of(base=5e-3, drafting=5e-4, per_token=1e-3)
     policy = msgspec.structs.replace(policy, step_seconds=list(model.parameters), explore_share=0.0, kind="goodput")
@@ -108,6 +110,21 @@ def test_requests_that_keep_chains_are_priced_by_chains():
     assert tree > chain > form
     assert form <= 1
     assert form <= new <= chain, "of a workload that nobody knows, the engine's chains tell"
-    decider.requests.keep_chains()
-    decider.start("late", "forms", CHAIN)
-    assert [decider.decide([name], 100, 0, 0.0).num_draft_tokens[0] for name in ("tree", "late")] == [chain, form]
+
+
+def test_an_engine_that_verifies_no_trees_any_more_is_priced_by_chains():
+    """What it had learned of nodes would have held until its drafter is swapped."""
+    controller, _ = learned(0.7 * 0.9 ** np.arange(SLOTS))
+    before = controller.propose(0.0)
+    controller.has_trees = False
+    after = controller.propose(0.0)
+    assert not any(prior.keeps_chain for prior in after.priors)
+    of_chains = next(prior for prior in before.priors if prior.keeps_chain)
+    assert after.priors[0].acceptance == of_chains.acceptance != before.priors[0].acceptance
+
+
+def test_chains_are_told_of_where_there_are_any():
+    controller, _ = learned(0.7 * 0.9 ** np.arange(SLOTS))
+    assert [prior.workload for prior in controller.propose(0.0).priors if prior.keeps_chain] == [""]
+    controller.observe(make_batch([3] * 10, [1] * 10, "default", seq=99))
+    assert [prior.workload for prior in controller.propose(0.0).priors if prior.keeps_chain] == ["", "default"]

@@ -89,7 +89,7 @@ def test_an_alarm_stays_counted_under_the_name_that_it_was_counted_under(idle: S
         awaits_controller=False,
         is_replaced=False,
         learned_seq=0,
-        controller=SimpleNamespace(is_to_restart=False),
+        controller=SimpleNamespace(turns_ended=0),
     )
     engine.controller.observe = lambda batch: said
     idle.steering._on_alarm = lambda engine, alarm: None

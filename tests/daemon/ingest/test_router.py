@@ -83,6 +83,6 @@ def test_what_a_peer_sent_before_it_died_is_read(folder: Path) -> None:
         peer.connect(str(folder / "engine.sock"))
         peer.sendall(GREETING + READY + frame(b"x" * READ_BYTES) * 5)
     is_gone.set()
+    wait_for(lambda: len(handled) == 5, "all that it sent")
     wait_for(lambda: not router._connections, "the connection's end")
     router.stop()
-    assert len(handled) == 5

@@ -116,7 +116,7 @@ def test_an_engine_that_floods_the_store_delays_only_itself(folder: Path) -> Non
     seq = 1
     while store.put(flood := stored(make_batch(seq))):
         seq += 1
-    half = (1 << 19) // (len(flood.frame) + store_module.BATCH_BYTES)
+    half = (1 << 19) // flood.num_bytes
     assert abs(seq - 1 - half) <= 1, "the other half is for others"
     for number in (1, 2):
         assert store.put(stored(make_batch(number, engine_id="quiet")))
