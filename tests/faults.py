@@ -60,6 +60,7 @@ FAULTS = (
     "connections until descriptors run out",
     "connections without end from other hosts",
     "answers that nobody reads",
+    "scrapes without end",
     "messages that never end",
     "headers and manifests without end",
     "engine names and reasons without end",

@@ -1,8 +1,7 @@
 """Turns an engine's event batches into estimates, and these into its policy.
 
 `observe` folds a batch into the estimates of acceptance (`acceptance_beliefs`) and of steps (`step_beliefs`); `propose` makes
-the policy; `beliefs` explains both. Nothing here reads a clock: `now_s` is an argument, and steps carry their own clock. One
-thread may learn while others ask.
+the policy; `beliefs` explains both. Nothing here reads a clock: `now_s` is an argument, and steps carry their own clock.
 
 A policy's generation grows only with a material change: kind, limits, overrides, a conditional acceptance by more than 0.5 %, a
 predicted step time by more than 1 %. Otherwise the very same object is proposed again.
@@ -10,7 +9,6 @@ predicted step time by more than 1 %. Otherwise the very same object is proposed
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 
@@ -63,7 +61,6 @@ class EngineController:
         self._policy: Policy | None = None
         self._changes: deque[tuple[int, str]] = deque(maxlen=_CHANGES_KEPT)
         self._decisions: Counter[str] = Counter()
-        self._lock = threading.Lock()  # taken last: its holder waits for no other
 
     @property
     def has_trees(self) -> bool:
@@ -83,21 +80,20 @@ class EngineController:
         """
         by_workload = list(rounds_by_workload(batch))
         steps = step_rows(batch.steps)
-        with self._lock:
-            self._restart()
-            if batch.drafter_version not in ("", self._drafter_version):  # "": the same weights, not yet named by the daemon
-                before, self._drafter_version = self._drafter_version, batch.drafter_version
-                if not {before, batch.drafter_version} <= self._turns:
-                    self._acceptance.take_new_weights(batch.drafter_version, is_swap=before != "")
-            if batch.boot_id != self._boot_id:
-                self._boot_id = batch.boot_id
-                self._steps.new_clock()
-            self._steps.observe(steps)
-            self._decisions.update(batch.steps.decision)
-            events: list[Event] = []
-            for name, rounds in by_workload:
-                events += self._acceptance.observe(name, rounds, batch.sent_unix_ns / 1e9 or None)
-            return events
+        self._restart()
+        if batch.drafter_version not in ("", self._drafter_version):  # "": the same weights, not yet named by the daemon
+            before, self._drafter_version = self._drafter_version, batch.drafter_version
+            if not {before, batch.drafter_version} <= self._turns:
+                self._acceptance.take_new_weights(batch.drafter_version, is_swap=before != "")
+        if batch.boot_id != self._boot_id:
+            self._boot_id = batch.boot_id
+            self._steps.new_clock()
+        self._steps.observe(steps)
+        self._decisions.update(batch.steps.decision)
+        events: list[Event] = []
+        for name, rounds in by_workload:
+            events += self._acceptance.observe(name, rounds, batch.sent_unix_ns / 1e9 or None)
+        return events
 
     def take_turns(self, versions: Collection[str]) -> None:
         """Let these versions take turns from now on: they share the estimates, so that both get the same lengths."""
@@ -121,16 +117,15 @@ class EngineController:
 
     def propose(self, now_s: float, override: Override | Sequence[Override] | None = None) -> Policy:
         """Make the current policy; return the previous one, unchanged, while nothing material differs."""
-        with self._lock:
-            self._restart()
-            overrides = [override] if isinstance(override, Override) else list(override or ())
-            policy = self._make_policy([one for one in overrides if one.until_s > now_s])
-            reason = what_changed(self._policy, policy, self.max_num_seqs)
-            if self._policy is not None and not reason:
-                return self._policy
-            self._changes.append((policy.generation, reason))
-            self._policy = policy
-            return policy
+        self._restart()
+        overrides = [override] if isinstance(override, Override) else list(override or ())
+        policy = self._make_policy([one for one in overrides if one.until_s > now_s])
+        reason = what_changed(self._policy, policy, self.max_num_seqs)
+        if self._policy is not None and not reason:
+            return self._policy
+        self._changes.append((policy.generation, reason))
+        self._policy = policy
+        return policy
 
     def _make_policy(self, overrides: Sequence[Override]) -> Policy:
         settings, k = self.settings, self.num_spec_tokens
@@ -172,35 +167,33 @@ class EngineController:
 
     def beliefs(self) -> dict[str, object]:
         """Describe the estimates, in plain figures that JSON can carry."""
-        with self._lock:
-            self._restart()
-            plans = self._plans()
-            sizes = [2**power for power in range(self.max_num_seqs.bit_length())]
-            return {
-                "engine_id": self.engine_id,
-                "drafter_version": self._drafter_version,
-                "num_spec_tokens": self.num_spec_tokens,
-                "engine": self._acceptance.describe_engine(),
-                "workloads": self._acceptance.describe_workloads(),
-                "step_time": self._steps.describe(),
-                "step_ms": plans.prices(sizes),
-                "decisions": dict(self._decisions),
-                "changes": [{"generation": generation, "reason": reason} for generation, reason in self._changes],
-                "draft_tokens_by_batch": [plan for size in sizes if (plan := plans.plan(size))],
-                "speedup_estimate": self._speedup(plans),
-                "policy": None if self._policy is None else msgspec.to_builtins(self._policy),
-            }
+        self._restart()
+        plans = self._plans()
+        sizes = [2**power for power in range(self.max_num_seqs.bit_length())]
+        return {
+            "engine_id": self.engine_id,
+            "drafter_version": self._drafter_version,
+            "num_spec_tokens": self.num_spec_tokens,
+            "engine": self._acceptance.describe_engine(),
+            "workloads": self._acceptance.describe_workloads(),
+            "step_time": self._steps.describe(),
+            "step_ms": plans.prices(sizes),
+            "decisions": dict(self._decisions),
+            "changes": [{"generation": generation, "reason": reason} for generation, reason in self._changes],
+            "draft_tokens_by_batch": [plan for size in sizes if (plan := plans.plan(size))],
+            "speedup_estimate": self._speedup(plans),
+            "policy": None if self._policy is None else msgspec.to_builtins(self._policy),
+        }
 
     def headline(self) -> dict[str, float | None]:
         """Figures of `beliefs` that change all the time: seconds of a typical step, and the gain over not drafting."""
-        with self._lock:
-            self._restart()
-            typical = self._steps.typical
-            return {
-                "predicted_seconds": typical.get("predicted_step_seconds"),
-                "measured_seconds": typical.get("step_seconds"),
-                "speedup": self._speedup(self._plans()),
-            }
+        self._restart()
+        typical = self._steps.typical
+        return {
+            "predicted_seconds": typical.get("predicted_step_seconds"),
+            "measured_seconds": typical.get("step_seconds"),
+            "speedup": self._speedup(self._plans()),
+        }
 
     def _plans(self) -> Plans:
         context_tokens = self._steps.typical.get("context_tokens", 0.0)

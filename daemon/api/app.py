@@ -21,7 +21,7 @@ from honed.daemon.api.limits import LOCAL_HOSTS, Limits, TokenBucket
 from honed.daemon.api.passwords import HeadAsGet, Passwords
 from honed.daemon.api.problems import METHODS, finish
 from honed.daemon.api.queries import only_known_parameters
-from honed.daemon.metrics.render import CONTENT_TYPE, render
+from honed.daemon.metrics.render import CONTENT_TYPE, Scrapes
 from honed.daemon.page.page import add_page
 from honed.daemon.service import Service
 from honed.daemon.settings.listen import check_address
@@ -109,6 +109,8 @@ def _count_stranger(service: Service, method: str) -> None:
 
 
 def add_health(app: APIRouter, service: Service) -> None:
+    scrapes = Scrapes(service)
+
     @app.get("/healthz")
     def healthz(response: Response) -> models.Health:
         """Liveness: 503 if a thread has ended or hangs."""
@@ -128,7 +130,7 @@ def add_health(app: APIRouter, service: Service) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     def metrics() -> Response:
         """Metrics for Prometheus."""
-        return Response(render(service), media_type=CONTENT_TYPE)
+        return Response(scrapes.get(), media_type=CONTENT_TYPE)
 
 
 def add_reading(app: APIRouter, service: Service) -> None:

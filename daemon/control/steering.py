@@ -18,6 +18,7 @@ from honed.adapt.control.settings import ControllerSettings, Override
 from honed.adapt.monitor.drift import Alarm
 from honed.adapt.protocol import wire
 from honed.adapt.protocol.workloads import workload_of
+from honed.daemon.control.shared_controller import SharedController
 from honed.daemon.ingest.engines import Engine
 from honed.daemon.store.fair_queue import FairQueue
 
@@ -208,7 +209,7 @@ class Steering:
         if why := settings.why_no_drafts(hello.num_spec_tokens):
             log.warning("no draft length is left to choose", engine_id=hello.engine_id, why=why)
         engine = hello.engine_id, hello.num_spec_tokens, hello.max_num_seqs
-        return EngineController(*engine, settings, tells_steps=self._tells_steps)
+        return SharedController(*engine, settings, tells_steps=self._tells_steps)
 
     def fits(self, controller: EngineController, hello: wire.EngineHello) -> bool:
         """True if the engine's controller still fits its new hello."""
