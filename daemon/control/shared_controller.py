@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from honed.adapt.control.controller import EngineController, Event
-from honed.adapt.control.settings import ControllerSettings, Override
+from honed.adapt.control.settings import Override
 from honed.adapt.protocol.wire import EventBatch, Policy
 
 
@@ -16,16 +17,8 @@ class SharedController(EngineController):
     `take_turns` and `end_turns` don't wait for it.
     """
 
-    def __init__(
-        self,
-        engine_id: str,
-        num_spec_tokens: int,
-        max_num_seqs: int,
-        settings: ControllerSettings | None = None,
-        *,
-        tells_steps: bool = False,
-    ) -> None:
-        super().__init__(engine_id, num_spec_tokens, max_num_seqs, settings, tells_steps=tells_steps)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self._lock = threading.Lock()
 
     def observe(self, batch: EventBatch) -> list[Event]:
