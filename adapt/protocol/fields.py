@@ -34,7 +34,7 @@ Label: TypeAlias = Annotated[str, Meta(max_length=MAX_LABEL_CHARS)]
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 """Name of a model, or sentences."""
 FilePath: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT_CHARS, pattern=r"\A[^\0]*\Z")]
-"""What the system can look for: a NUL raises ValueError wherever a file would be missing."""
+"""Path of a file or folder. It has no NUL: the system's calls raise ValueError for one, not OSError."""
 FilePaths: TypeAlias = Annotated[list[FilePath], Meta(max_length=256)]
 Texts: TypeAlias = Annotated[list[Text], Meta(max_length=256)]
 Labels: TypeAlias = Annotated[list[Label], Meta(max_length=1024)]

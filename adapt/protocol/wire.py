@@ -320,7 +320,8 @@ class WorkloadPrior(_Message, frozen=True):
     feature_weight: Real = 0.0
     """Change of a request's log-odds of acceptance against its workload's, per unit of its feature above the mean."""
     keeps_chain: bool = False
-    """Of those requests that keep the drafter's chain where others get trees, whose `acceptance` is of nodes."""
+    """True: this prior is for requests that keep the drafter's chain beside draft trees. Other priors' `acceptance` is of nodes
+    there."""
 
 
 class Policy(_Message, frozen=True):

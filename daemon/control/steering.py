@@ -27,9 +27,8 @@ log = structlog.get_logger("honed.steering")
 REFRESH_SHARE = 0.25
 """Share of a policy's time to live after which it is sent again unchanged."""
 MAX_WAITING_BYTES, BATCH_BYTES = 4 << 20, 4 << 10
-"""Size of waiting frames above which batches aren't learned: policies stay up to date, and memory bounded. A decoded batch has
-ten times its frame's bytes, and takes time however small it is."""
-
+"""Size of waiting frames above which batches aren't learned, and what a batch adds to its frame's bytes. So policies stay up to
+date, and memory bounded: a decoded batch has ten times its frame's bytes, and takes time however small it is."""
 
 _Waiting = tuple[Engine, wire.EventBatch, int]
 """A batch, and the bytes of its frame."""

@@ -101,7 +101,7 @@ def _decisions(service: Service) -> Iterator[Metric]:
 
 
 def controllers(service: Service) -> Controllers:
-    """Data of `beliefs`; call under the service's lock."""
+    """Collect the data of `beliefs`. Call it under the service's lock."""
     return [
         (labels_of(engine), controller)
         for engine in engines_present(service.engines, service.monotonic())
@@ -110,7 +110,7 @@ def controllers(service: Service) -> Controllers:
 
 
 def beliefs(found: Controllers) -> Iterator[Metric]:
-    """What the controllers expect, from the result of `controllers`; without the lock, since one may be learning."""
+    """Make gauges of step times and speed-up from what `controllers` returned. Call it without the lock: one may learn."""
     gauges = (
         ("predicted_seconds", engine_gauge("honed_step_time_predicted_seconds", "Step time predicted, smoothed.")),
         ("measured_seconds", engine_gauge("honed_step_time_measured_seconds", "Step time measured, smoothed.")),

@@ -59,12 +59,12 @@ ON CONFLICT (engine_id, boot_id) DO UPDATE SET own_version = ?3, target_updates 
 
 
 BATCH_BYTES, CELL_BYTES = 2 << 10, 1 << 10
-"""Of a waiting batch beside its frame, and of each cell of its counts."""
+"""Bytes that a waiting batch takes beside its frame, and bytes of each cell of its counts."""
 
 
 @dataclass(slots=True)
 class StoredBatch:
-    """What is written of a batch. Not the batch: its columns take many times the frame's bytes while they wait."""
+    """A batch to be written: its frame and its sums. The decoded columns would take many times the frame's bytes."""
 
     engine_id: str
     boot_id: str
@@ -81,7 +81,7 @@ class StoredBatch:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory."""
+        """Bytes that it takes in memory, about."""
         return len(self.frame) + BATCH_BYTES + CELL_BYTES * len(self.counts.cells)
 
     @staticmethod

@@ -144,9 +144,8 @@ def total_counts(store: Store) -> Counts:
 def beliefs(service: Service, engine_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
     """The estimates of these engines' controllers; {} without one. Made outside the lock, since events wait for it."""
     with service.lock:
-        engines = {engine_id: service.engines.by_id.get(engine_id) for engine_id in engine_ids}
-        found = {name: service.steering.controller(engine) for name, engine in engines.items() if engine is not None}
-    controllers = {name: found.get(name) for name in engines}
+        engines = {name: service.engines.by_id.get(name) for name in engine_ids}
+        controllers = {name: service.steering.controller(one) if one is not None else None for name, one in engines.items()}
     return {name: dict(one.beliefs()) if one is not None else {} for name, one in controllers.items()}
 
 
