@@ -40,7 +40,7 @@ log = structlog.get_logger("honed.store")
 
 MAX_GROUP_BYTES = 16 << 20
 """A transaction ends with the batch that reaches it."""
-LEAST_GROUP, MOST_GROUP, MOST_TRANSACTION_S = 25, 2000, 0.5
+LEAST_GROUP, MOST_GROUP, MOST_TRANSACTION_S = 8, 2000, 0.5
 """Bounds of a transaction's batches, and time above which the next one gets half as many. It stores as many as take as long as
 the end of the transaction does, at most twice those of the last one: a slow sync is asked for seldom, others wait little."""
 RETRY_S = 0.5

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from honed.daemon.errors import StartError
+from honed.daemon.process import serve
 from honed.daemon.process.http_server import bind_tcp
 from honed.daemon.process.serve import locked, make_engines_folder, make_folder
 from honed.daemon.store.database import connect
@@ -330,3 +331,15 @@ def test_a_folder_for_engines_that_a_service_may_not_make_is_one_clear_line(
     with pytest.raises(StartError, match="install -d -m 2770"):
         make_engines_folder(tmp_path / "engines")
     assert not (tmp_path / "engines").exists()
+
+
+@pytest.mark.parametrize("library", ["", "another"])
+def test_threads_take_turns_often_whatever_the_c_library(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if library:
+        monkeypatch.setattr("ctypes.CDLL", lambda _: object())
+    before = sys.getswitchinterval()
+    try:
+        serve.prepare_threads()
+        assert sys.getswitchinterval() == pytest.approx(serve.SWITCH_INTERVAL_S)
+    finally:
+        sys.setswitchinterval(before)
