@@ -48,7 +48,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"process"},
         {"commands"},
     ),
-    "kernels": ({"cache", "capture", "events", "training", "trees", "verify"},),
+    "kernels": ({"cache", "capture", "events", "training", "trees", "verify"}, {"recurrent"}),
     "recalib": ({"config", "registry"}, {"drafter", "samples"}, {"training"}, {"gate"}, {"process"}),
 }
 """Inside a top folder, from the bottom up: a folder imports itself and what lies in layers below its own."""

@@ -70,6 +70,8 @@ class Constant:
 Clause: TypeAlias = Method | Attributes | Passes | Open | Constant
 
 _GRAPHS = "v1/worker/gpu/cudagraph_utils.py"
+_GDN, _GDN_LAYER = "model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py", "QwenGatedDeltaNetAttention"
+_GDN_CPU = "model_executor/layers/mamba/ops/cpu/gdn_attention.py"
 _SCHED, _ASYNC = "v1/core/sched/scheduler.py", "v1/core/sched/async_scheduler.py"
 _CORE, _LINEAR = "v1/engine/core.py", "model_executor/layers/linear.py"
 _V1, _V2 = "v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"
@@ -529,6 +531,27 @@ TREES: tuple[Clause, ...] = (
     Method(_GRAPHS, "CudaGraphManager", "dispatch", ("max_query_len",), ("num_reqs", "num_tokens", "uniform_token_count")),
     Attributes(_GRAPHS, "CudaGraphManager", ("cudagraph_mode", "use_breakable_cg", "compilation_config")),
     Attributes("v1/worker/gpu/states.py", "RequestState", ("req_id_to_index",)),
+    # M-RoPE
+    Method("v1/worker/gpu/model_states/default.py", "DefaultModelState", "prepare_inputs", calls=("get_positions",)),
+    # Gated DeltaNet (trees/recurrent_layers.py)
+    Method(_GDN, _GDN_LAYER, "_forward_core", first=("mixed_qkv", "b", "a", "core_attn_out")),
+    Method(_GDN, _GDN_LAYER, "_can_use_fused_gdn_mtp_decode", first=("attn_metadata",)),
+    Method(_GDN, _GDN_LAYER, "_forward_core_fused_norm", calls=("_can_use_fused_gdn_mtp_decode", "_forward_core")),
+    Method(_GDN, "", "qwen_gdn_attention_core", calls=("_forward_core",)),
+    Method(_GDN, _GDN_LAYER, "rearrange_mixed_qkv", first=("mixed_qkv",)),
+    Attributes(_GDN, _GDN_LAYER, ("A_log", "dt_bias", "conv1d", "activation", "head_k_dim", "head_v_dim", "prefix")),
+    Attributes(
+        "v1/attention/backends/gdn_attn.py", "GDNAttentionMetadata", ("spec_sequence_masks", "spec_state_indices_tensor")
+    ),
+    Method(
+        _GDN_CPU,
+        "",
+        "_cpu_gdn_attention_spec_aware",
+        first=("layer", "attn_metadata_i", "mixed_qkv", "b", "a", "core_attn_out"),
+    ),
+    Method(_GDN_CPU, "", "cpu_gdn_attention_core", calls=("_cpu_gdn_attention_spec_aware",)),
+    Method("model_executor/layers/mamba/mamba_utils.py", "", "is_conv_state_dim_first"),
+    Attributes("forward_context.py", "ForwardContext", ("attn_metadata",)),
 )
 
 CONTRACT: dict[str, tuple[Clause, ...]] = {

@@ -85,7 +85,8 @@ class TreesV1:
 
         def _prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
             prepared = prepare(scheduler_output, num_scheduled_tokens, *args, **kwargs)
-            self.layers.step, self.layers.has_failed, self._walked = None, False, None
+            self.layers.begin()
+            self._walked = None
             try:
                 self.layers.step = self._place(scheduler_output)
             except Exception:
@@ -211,8 +212,8 @@ class TreesV1:
                 self._num_failures += 1
                 return
             walked = self._walk(step, logits)
-            tables = self._runner.input_batch.block_table
-            self.layers.compact(lambda group: step.slots(tables[group].slot_mapping.gpu), walked.path, walked.num_accepted)
+            tables, path, num_accepted = self._runner.input_batch.block_table, walked.path, walked.num_accepted
+            self.layers.compact(step, lambda group: step.slots(tables[group].slot_mapping.gpu), path, num_accepted)
             room = min(sampled.shape[1], walked.emitted.shape[1])
             sampled[step.batch_index, :room] = walked.emitted[:, :room].to(sampled.dtype)
             self._walked = step, walked
@@ -272,7 +273,6 @@ def _misfit(runner: Any) -> str:
         "trees grow from DFlash drafters only": config.speculative_config.method != "dflash",
         "vLLM's scheduler runs a step ahead of V1's worker": config.scheduler_config.async_scheduling,
         "there are several ranks": parallel.world_size > 1 or parallel.data_parallel_size > 1,
-        "the target has recurrent layers": config.model_config.is_hybrid,
         "the drafter samples instead of taking its best tokens": bool(
             getattr(runner.drafter, "_enable_probabilistic_draft_probs", False)
         ),

@@ -3,7 +3,7 @@
 As on V1 (`v1.py`), but drafts stay on the device, and the scheduler may run a step ahead. So trees are kept by the request's
 slot beside `req_states.draft_tokens`, and nothing here waits for the device:
 
-    prepare_attn       slots of a chain, then the positions of the nodes' depths
+    prepare_attn       slots of a chain, then the positions of the nodes' depths; M-RoPE's in `prepare_inputs`
     the target         `TreeLayers`
     rejection_sampler  vLLM's own sampler draws at every row, by the request's seed and the row's position; then the walk, K
                        and V to the slots after the anchor, positions as in a chain
@@ -171,10 +171,11 @@ class TreesV2:
         """Begin."""
         runner, speculator = self._runner, self._runner.speculator
         execute, prepare, verify = runner.execute_model, runner.prepare_attn, runner.rejection_sampler
-        finish, propose = runner.sample_tokens, speculator.propose
+        finish, propose, prepare_inputs = runner.sample_tokens, speculator.propose, runner.model_state.prepare_inputs
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self.layers.step, self.layers.has_failed, self._walked, self._told = None, False, None, None
+            self.layers.begin()
+            self._walked, self._told = None, None
             try:
                 self._note(scheduler_output)
             except Exception:
@@ -190,6 +191,17 @@ class TreesV2:
             except Exception:
                 self._fail("placing trees")
             return prepared
+
+        def prepare_model_inputs(*args: Any, **kwargs: Any) -> Any:
+            inputs = prepare_inputs(*args, **kwargs)
+            try:
+                step, positions = self.layers.step, inputs.get("positions")
+                if step is not None and positions is not None:  # M-RoPE: the same offset in every dimension
+                    positions[:, step.rows] = positions[:, step.first_row[step.request]] + step.depths.to(positions.dtype)
+            except Exception:
+                self.layers.has_failed = True
+                self._fail("placing trees")
+            return inputs
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
             output = finish(*args, **kwargs)
@@ -227,6 +239,7 @@ class TreesV2:
         self._keep_out_of_full_graphs()
         runner.execute_model, runner.prepare_attn, runner.sample_tokens = execute_model, prepare_attn, sample_tokens
         runner.rejection_sampler = _Verifying(verify, self._verify)
+        runner.model_state.prepare_inputs = prepare_model_inputs
         speculator.propose = propose_trees
 
     def _keep_out_of_full_graphs(self) -> None:
@@ -304,7 +317,7 @@ class TreesV2:
             walked = walk(step.trees, torch.minimum(step.num_nodes, step.trees.num_nodes), drawn, self.depth)
             mappings = self._slot_mappings
             assert mappings is not None
-            self.layers.compact(lambda group: step.slots(mappings[group]), walked.path, walked.num_accepted)
+            self.layers.compact(step, lambda group: step.slots(mappings[group]), walked.path, walked.num_accepted)
             sampled = output.sampled_token_ids
             room = min(sampled.shape[1], walked.emitted.shape[1])
             sampled[step.batch_index, :room] = walked.emitted[:, :room].clamp(min=0).to(sampled.dtype)
@@ -449,11 +462,9 @@ def _misfit(runner: Any, may_have_graphs: bool) -> str:
     has_graphs = graphs is not None and bool(graphs.cudagraph_mode) and not config.model_config.enforce_eager
     reasons = {
         "there are several ranks": parallel.world_size > 1 or parallel.data_parallel_size > 1,
-        "the target has recurrent layers": config.model_config.is_hybrid,
         "the drafter samples instead of taking its best tokens": getattr(speculator, "draft_logits", None) is not None,
         "the drafter scores pairs of tokens": type(speculator).__name__ != "DFlashSpeculator",
         "vLLM's own adaptive verification is on": runner.adaptive_verification is not None,
-        "the target's positions have several dimensions": bool(getattr(runner.model_config, "uses_mrope", False)),
         "a KV connector moves blocks": config.kv_transfer_config is not None,
         "custom logits processors may look at the rows before": len(runner.sampler.logits_processors) > _OWN_PROCESSORS,
         "trees beside CUDA graphs weren't seen on a GPU yet: HONED_TREES=graphs tries them": has_graphs and not may_have_graphs,

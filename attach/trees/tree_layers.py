@@ -1,9 +1,11 @@
-"""Attention of tree rows in the target's layers: vLLM's own backend computes all rows, then those of trees are overwritten.
+"""Tree rows in the target's layers: vLLM's own backend computes all rows, then those of trees are overwritten.
 
 `impl.forward` is wrapped on each layer's instance, which vLLM looks up when it runs. So one wrap serves every backend that
 keeps K and V in a known layout (`cache_views`). A row of a tree attends to the prefix in the cache up to its anchor, and to
 the rows of its own ancestors, of this very step. A sliding window is counted by depth, as it would be in the text. A sink is
 one more score of each head, which takes its share of the softmax and has no value (gpt-oss; arXiv 2309.17453).
+
+Recurrent layers are in `recurrent_layers`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 
 from honed.attach.trees.cache_views import Views, views_of
+from honed.attach.trees.recurrent_layers import RecurrentLayers, is_recurrent
 from honed.attach.trees.tree_step import TreeStep
 from honed.kernels.cache import reference as cache_reference
 from honed.kernels.cache.compact_kv import KvPlanes, compact_kv
@@ -27,7 +30,7 @@ _BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
 
 
 class TreeLayers:
-    """The target's attention layers.
+    """The target's layers that look at other rows than their own.
 
     Args:
         layers: by name.
@@ -35,7 +38,7 @@ class TreeLayers:
         on_error: called in a failing forward pass; the step's trees are then not to be used.
 
     Raises:
-        TypeError: a layer can't attend to trees; the text says why.
+        TypeError: a layer can't compute tree rows; the text says why.
     """
 
     def __init__(self, layers: Mapping[str, Any], groups: Mapping[str, int], on_error: Callable[[str], None]) -> None:
@@ -45,7 +48,9 @@ class TreeLayers:
         """Trees of the step under way."""
         self.has_failed = False
         """Whether the pass for this step failed: its rows may have attended to others than their ancestors."""
-        self._layers, self._on_error = dict(layers), on_error
+        self._layers = {name: layer for name, layer in layers.items() if not is_recurrent(layer)}
+        self._recurrent = RecurrentLayers({name: one for name, one in layers.items() if is_recurrent(one)}, self._guarded)
+        self._on_error = on_error
         self._views: dict[str, Views] = {}
         for name, layer in self._layers.items():
             if reason := _misfit(layer):
@@ -60,8 +65,24 @@ class TreeLayers:
                 planes.setdefault((groups[name], plane.shape, plane.stride()), []).append(plane)
         self._planes = [(of[0], KvPlanes.of(held) if held[0].is_cuda else held) for of, held in planes.items()]
 
+    def begin(self) -> None:
+        """Forget the last step."""
+        self.step, self.has_failed = None, False
+        self._recurrent.begin()
+
+    def _guarded(self, where: str, run: Callable[[TreeStep], Any]) -> Any:
+        if self.step is None or self.has_failed:
+            return None
+        try:
+            return run(self.step)
+        except Exception:
+            self.has_failed = True
+            self._on_error(where)
+        return None
+
     def wrap(self) -> None:
         """Overwrite tree rows from now on."""
+        self._recurrent.wrap()
         for name, layer in self._layers.items():
             layer.impl.forward = self._overwriting(layer, self._views[name], layer.impl.forward)
 
@@ -69,16 +90,14 @@ class TreeLayers:
         def forward_with_trees(
             of: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, output: Any, *more: Any, **others: Any
         ) -> Any:
+            def attend(step: TreeStep) -> None:
+                if any(others.get(name) is not None for name in ("output_scale", "output_block_scale")):
+                    raise TypeError("the attention's output is quantised")
+                self._attend(layer, views, step, query, key, value, metadata, output)
+
             result = forward(of, query, key, value, cache, metadata, output, *more, **others)
-            step = self.step
-            if step is not None and metadata is not None and not self.has_failed:
-                try:
-                    if any(others.get(name) is not None for name in ("output_scale", "output_block_scale")):
-                        raise TypeError("the attention's output is quantised")
-                    self._attend(layer, views, step, query, key, value, metadata, output)
-                except Exception:
-                    self.has_failed = True
-                    self._on_error("tree attention")
+            if metadata is not None:
+                self._guarded("tree attention", attend)
             return result
 
         return forward_with_trees
@@ -107,9 +126,11 @@ class TreeLayers:
         output.view(len(output), heads, width)[step.rows] = made.to(output.dtype)
 
     def compact(
-        self, slots_of: Callable[[int], torch.Tensor], path: torch.Tensor, num_accepted: torch.Tensor
+        self, step: TreeStep, slots_of: Callable[[int], torch.Tensor], path: torch.Tensor, num_accepted: torch.Tensor
     ) -> None:  # [B, I], [B, P], [B]
-        """Move the accepted rows' K and V to the slots that follow the anchors', in every layer.
+        """Leave what the accepted rows would have left as a chain, in every layer.
+
+        Their K and V move to the slots that follow the anchors'. States become those after the last of them.
 
         Args:
             slots_of: slots of each request's rows in a group of KV caches.
@@ -120,6 +141,7 @@ class TreeLayers:
                 compact_kv(planes, slots_of(group), path, num_accepted)
             else:
                 cache_reference.compact_kv(planes, slots_of(group), path, num_accepted)
+        self._recurrent.commit(step, path, num_accepted)
 
 
 def target_layers(kv_cache_config: Any, of_drafter: set[str]) -> dict[str, int]:

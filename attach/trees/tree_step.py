@@ -28,6 +28,7 @@ class TreeStep:
     prefix: torch.Tensor  # [B] int32, tokens before the anchor
     _firsts: dict[int, torch.Tensor] = field(default_factory=dict)
     _tables: dict[int, torch.Tensor] = field(default_factory=dict)
+    _followed: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def place(self) -> torch.Tensor:  # [R] int64
@@ -47,6 +48,23 @@ class TreeStep:
             first = self.prefix[self.request] + self.depths - window + 1
             self._firsts[window] = first.clamp(min=0).int()
         return self._firsts[window]
+
+    def followed(self, taps: int) -> torch.Tensor:  # [R, X] int64
+        """The X inputs that end at each row: rows as long as there are ancestors, then what leads up to the anchor.
+
+        Inputs are numbered as the R rows, then `taps` − 1 of each request that end at its anchor. The oldest comes first.
+        """
+        if taps not in self._followed:
+            parents = torch.nn.functional.pad(self.trees.parents.long() + 1, (1, 0))  # of each place; an anchor is its own
+            depths, start = self.depths, self.row_starts[self.request].long()
+            row = torch.arange(len(self.rows), device=self.rows.device)
+            found = [row]
+            for back in range(1, taps):
+                row = start + parents[self.request, row - start]
+                column = (taps - 2 - back + depths).clamp(0, taps - 2)
+                found.insert(0, torch.where(back <= depths, row, len(self.rows) + self.request * (taps - 1) + column))
+            self._followed[taps] = torch.stack(found, 1)
+        return self._followed[taps]
 
     def block_table(self, of_batch: torch.Tensor) -> torch.Tensor:  # [requests of the step, P] -> [B, P]
         """Rows of a group's block table, which all of its layers share."""

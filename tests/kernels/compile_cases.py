@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from honed.kernels.capture import context_features
+from honed.kernels.recurrent import tree_conv, tree_delta_rule
 from honed.kernels.training import block_loss_goal, block_loss_labels
 from honed.kernels.trees import reference, top_candidates, tree_attention, tree_build
 from honed.kernels.trees.tree_attention_plan import Device, choose_plan
@@ -125,6 +126,20 @@ def test_tree_attention_after_another_kernels_pass(compiled: list[Any]) -> None:
     attended = reference.AttendedPrefix(q, torch.zeros(4, 8).T)
     tree_attention.launch(q, q, q, starts, masks, 4, 0.1, attended, 0, torch.empty_like(q), lse)
     assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_tree_delta_rule(compiled: list[Any], dtype: torch.dtype, rows: int) -> None:
+    k, v = torch.zeros(rows, 16, 128, dtype=dtype), torch.zeros(rows, 32, 128, dtype=dtype)
+    gates, states = torch.zeros(rows, 32), torch.zeros(2, 32, 128, 128, dtype=dtype)
+    starts, masks = torch.zeros(2, dtype=torch.int32), torch.zeros(1, rows, rows // 32 + 1, dtype=torch.int32)
+    _, updates = tree_delta_rule.launch(k, k, v, gates, gates, states, starts[:1], starts, masks, rows)
+    path = torch.zeros(1, 15, dtype=torch.int64)
+    tree_delta_rule.launch_commit(states, starts[:1], starts[:1], updates, starts, path, path[0, :1])
+    tree_conv.launch(k.flatten(1), path, torch.zeros(2048, 15, dtype=dtype))
+    assert len(compiled) == 3
+    assert all(kernel.metadata.shared <= 232_448 for kernel in compiled)
 
 
 @pytest.mark.parametrize("with_gradient", [True, False])

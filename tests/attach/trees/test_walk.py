@@ -94,3 +94,19 @@ def test_rows_of_a_step_are_the_anchors_and_their_nodes() -> None:
     assert step.depths.tolist() == wanted
     slots = step.slots(torch.arange(100, 120))
     assert slots.tolist() == [[110, 111, 112, -1, -1], [102, 103, 104, 105, 106]]
+
+
+def test_a_row_follows_its_path_and_what_leads_up_to_the_anchor() -> None:
+    trees, taps = random_trees(2, 3), 4
+    step = tree_step(["a", "b"], [0, 1], [4, 30], [9, 9], [8, 12], trees)
+    followed, count = step.followed(taps), len(step.rows)
+    for row, (b, place) in enumerate(zip(step.request.tolist(), step.place.tolist(), strict=True)):
+        path, start = list[int](), int(step.row_starts[b])
+        while place:
+            path.insert(0, start + place)
+            place = int(trees.parents[b, place - 1]) + 1
+        before = [count + b * (taps - 1) + column for column in range(taps - 2)]  # its last one is the anchor's own
+        wanted = [*before, start, *path][-taps:]
+        assert followed[row].tolist()[-len(wanted) :] == wanted
+        assert path or len(wanted) == taps - 1
+    assert int(step.depths.max()) >= taps - 1, "no path is long enough to leave the anchor behind"
