@@ -7,7 +7,6 @@ Transformers computes it in float32: how far below the likeliest token each emit
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +15,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from honed.recalib.drafter.checkpoint import load_drafter, save_drafter
-from honed.recalib.samples.sample import TrainingSample
-from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
-from tests.e2e.engine import IS_SLOW, IS_V2, RUNNER, K, TestEngine, engine, held_out
+from tests.e2e.engine import IS_CUDA, IS_SLOW, IS_V2, RUNNER, TestEngine, engine, held_out
 from tests.e2e.float32_states import compute_in_float32
 from tests.e2e.logged import counted, rounds, take_batches
+from tests.e2e.memorising import memorised, transformers_model
 from tests.e2e.test_sampling_unchanged import mend_vllm_cpu
 from tests.zoo.pairs import PAIRS, make
 
@@ -30,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(RUNNER == "v1-async", reason="trees run on V1 in step only"),
     pytest.mark.xdist_group("trees of hybrids"),
 ]
-SLOTS, NUM_UPDATES = 15, 200
+SLOTS = 15
 PROMPTS = held_out(2 if IS_SLOW else 6, 60 if IS_SLOW else 160)
 ASKED: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16 if IS_SLOW else 40, "ignore_eos": True}
 
@@ -54,47 +51,21 @@ class Served(NamedTuple):
         return float(torch.cat(found).mean())
 
 
-def transformers_model(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    has_images = "vision_config" in json.loads((folder / "config.json").read_text())
-    kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
-    return kind.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def trained(drafter_dir: Path, target_dir: Path, texts: list[tuple[list[int], list[int]]], model: Any, folder: Path) -> Path:
-    """A drafter that has learned the answers, so that it drafts well and trees have long paths."""
-    drafter, samples = load_drafter(drafter_dir, target_dir, num_draft_tokens=K), []
-    for number, (prompt, answer) in enumerate(texts):
-        ids = torch.tensor(prompt + answer)
-        with torch.inference_mode():
-            hidden = model(ids[None], output_hidden_states=True).hidden_states
-        features = torch.cat([hidden[layer + 1][0] for layer in drafter.config.target_layer_ids], -1).clone()
-        at = torch.arange(len(ids))
-        samples.append(TrainingSample(features, ids, at, str(number), "", num_prompt_tokens=len(prompt), is_fused=False))
-    settings = TrainingSettings(learning_rate=2e-3, micro_steps_per_update=1, anchors_per_micro_step=48)
-    trainer = MicroTrainer(drafter, settings)
-    for step in range(NUM_UPDATES):
-        trainer.step([samples[step % len(samples)]], remaining=1.0 - step / NUM_UPDATES)
-    trainer.finish()
-    save_drafter(drafter, folder, drafter_dir, torch.float32)
-    return folder
-
-
 @contextmanager
 def serving(family: str, dtype: str, folder: Path) -> Iterator[Served]:
     target_dir, drafter_dir = make(family, folder)
     options = {"dtype": dtype, "max_num_seqs": 4, **PAIRS[family].options}
     with pytest.MonkeyPatch.context() as patch:
-        mend_vllm_cpu(patch)
-        if dtype == "float32":
-            compute_in_float32(patch)
+        if not IS_CUDA:
+            mend_vllm_cpu(patch)
+            if dtype == "float32":
+                compute_in_float32(patch)
         with engine(None, target_dir, drafter_dir, speculative_config=None, **options) as running:
             tokenizer = running.llm.get_tokenizer()
             prompts = [tokenizer.encode(text) for text in PROMPTS]
             answers = running.generate(PROMPTS, **ASKED)
         model = transformers_model(target_dir)
-        version = trained(drafter_dir, target_dir, list(zip(prompts, answers, strict=True)), model, folder / "version")
+        version = memorised(drafter_dir, target_dir, list(zip(prompts, answers, strict=True)), model, folder / "version")
         speculation = {"method": "dflash", "model": str(version), "num_speculative_tokens": SLOTS}
         patch.setenv("HONED_TREES", "1")
         if IS_V2:

@@ -9,6 +9,7 @@ idle      the same after steps that draft nothing
 swap      other weights and back: checksums are those of the files, tokens stay
 trained   some updates on what was captured make a version that drafts more, and serves; then a roll-back
 kept      after a swap amid requests that keeps the cache, that version drafts as if it had always been there
+trees     with that version's draft trees, tokens are those without speculation (DFlash; hybrids in float32, on a CPU only)
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tests.e2e.engine import IS_CUDA, IS_SLOW, IS_V2, TARGET, K, TestEngine, eng
 if IS_SLOW:
     triton_on_cpu.install()
 
+import pytest
 import torch
 
 from honed.recalib.drafter.checkpoint import load_drafter, save_drafter
@@ -39,7 +41,9 @@ from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.samples.sessions import SessionAssembler
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
 from tests.e2e.drafting import LOGITS_TOLERANCE, difference_of_logits, listen, share_of_equal_drafts
+from tests.e2e.float32_states import compute_in_float32
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
+from tests.e2e.memorising import memorised, transformers_model
 from tests.e2e.swapping import swap, wait_until_written
 from tests.zoo.mtp_targets import as_qwen2
 from tests.zoo.pairs import PAIRS, make
@@ -55,6 +59,8 @@ os.environ["HONED_FEATURES"] = "layers"
 
 NUM_PROMPTS, MAX_TOKENS = (2, 12) if IS_SLOW else (6, 48)
 PROMPTS = held_out(NUM_PROMPTS, 60 if IS_SLOW else 200)
+SLOTS = 15
+"""For draft trees."""
 NUM_UPDATES = 200 if PAIR.method in ("eagle3", "mtp") else 40 if IS_SLOW else 120
 TOLERANCE = 1e-2 if IS_CUDA else 1e-4
 """Of captured features, relative to their size: other rows or layers would be off by more than 1. On CUDA vLLM's attention
@@ -188,6 +194,33 @@ def share_after_idle_steps(running: TestEngine, drafter: Drafter, expected: list
     return share_of_equal_drafts(drafter, dict(seen))
 
 
+def with_trees(target: Path, version: Path, expected: list[list[int]], folder: Path) -> dict[str, Any]:
+    """Whether tokens are those without speculation, and accepted tokens a round; or why this engine verifies no trees."""
+    options = {"dtype": "float32", "max_num_seqs": 4, **PAIR.options}
+    with pytest.MonkeyPatch.context() as patch:
+        if PAIR.dtype != "float32":
+            compute_in_float32(patch)
+            with engine(None, target, version, speculative_config=None, **options) as plain:
+                expected, tokenizer = answers(plain), plain.llm.get_tokenizer()
+            texts = [(tokenizer.encode(prompt), answer) for prompt, answer in zip(PROMPTS, expected, strict=True)]
+            version = memorised(version, target, texts, transformers_model(target), folder.with_name("memorised"))
+        patch.setenv("HONED_TREES", "1")
+        if IS_V2:
+            from honed.attach.trees.runner_v2 import prepare_workers
+
+            prepare_workers()
+        speculative = {"method": "dflash", "model": str(version), "num_speculative_tokens": SLOTS}
+        with engine(folder, target, version, speculative_config=speculative, **options) as running:
+            running.honed.before_schedule()
+            hello = running.honed._hello()
+            if "trees" not in hello.capabilities:
+                return {"no_trees": hello.limits}
+            take_batches(running)
+            found, rows = answers(running), rounds(take_batches(running))
+            accepted = sum(row["accepted"] for row in rows) / len(rows)
+            return {"trees": found == expected and running.honed.errors.count == 0, "tree_accepted": round(accepted, 2)}
+
+
 def perturbed(drafter_dir: Path, target: Path, folder: Path) -> Path:
     """The drafter with its trained weights moved."""
     drafter = load_drafter(drafter_dir, target)
@@ -265,6 +298,8 @@ def run(folder: Path) -> dict[str, Any]:
         result["kept"] = is_fresh and result["kept_share"] >= least
         is_back = serves("stock", drafter_dir) and running.checksum() == stock
         result["trained"] = gain > 1.0 and is_served and is_back and running.honed.errors.count == 0
+    if PAIR.method == "dflash" and (is_exact or not IS_CUDA):
+        result |= with_trees(target, version, expected, folder / "trees")
     return result
 
 
