@@ -1,0 +1,84 @@
+"""What wraps recurrent layers does beside a running engine's tests: refusals, and what happens when it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from honed.attach.trees.recurrent_layers import RecurrentLayers
+
+
+class Base:
+    """As much of a layer of vLLM's as is looked at; its tensors are on no device, so that it counts as a GPU's."""
+
+    activation, head_k_dim, head_v_dim = "silu", 128, 128
+    is_failing = False
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.kv_cache = [torch.empty(1, device="meta"), torch.empty(1, dtype=dtype, device="meta")]
+
+    def _forward_core(self, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any) -> str:
+        if self.is_failing:
+            raise RuntimeError("of vLLM's own")
+        return "done"
+
+    def _can_use_fused_gdn_mtp_decode(self, attn_metadata: Any) -> bool:
+        return True
+
+
+class QwenGatedDeltaNetAttention(Base): ...
+
+
+class MambaMixer2(Base): ...
+
+
+class Guard:
+    """A step's."""
+
+    def __init__(self, step: Any) -> None:
+        self.step, self.errors = step, list[str]()
+
+    def __call__(self, where: str, run: Callable[[Any], Any]) -> Any:
+        if self.step is None:
+            return None
+        try:
+            return run(self.step)
+        except Exception:
+            self.errors.append(where)
+        return None
+
+
+def test_layers_whose_state_isnt_known_are_refused() -> None:
+    for layer, reason in (
+        (MambaMixer2(), "doesn't know the state of MambaMixer2"),
+        (QwenGatedDeltaNetAttention(torch.float8_e4m3fn), "quantised"),
+    ):
+        with pytest.raises(TypeError, match=reason):
+            RecurrentLayers({"layer": layer}, Guard(None))
+    odd = QwenGatedDeltaNetAttention()
+    odd.activation = "gelu"
+    with pytest.raises(TypeError, match="gelu"):
+        RecurrentLayers({"layer": odd}, Guard(None))
+
+
+def test_steps_without_trees_are_vllms_own() -> None:
+    layer, guard = QwenGatedDeltaNetAttention(), Guard(None)
+    RecurrentLayers({"layer": layer}, guard).wrap()
+    assert layer._can_use_fused_gdn_mtp_decode(None)
+    assert layer._forward_core(mixed_qkv=None, b=None, a=None, core_attn_out=None) == "done"
+    assert not guard.errors
+
+
+def test_a_step_with_trees_doesnt_norm_in_vllms_kernel_and_fails_alone() -> None:
+    layer, guard = QwenGatedDeltaNetAttention(), Guard(SimpleNamespace(rows=[0]))
+    RecurrentLayers({"layer": layer}, guard).wrap()
+    assert not layer._can_use_fused_gdn_mtp_decode(None)
+    assert layer._forward_core(None, None, None, None) == "done"  # inputs that can't be read
+    assert guard.errors == ["recurrent layers"]
+    layer.is_failing = True
+    with pytest.raises(RuntimeError, match="of vLLM's own"):
+        layer._forward_core(None, None, None, None)
