@@ -26,6 +26,7 @@ from honed.kernels.recurrent.tree_delta_rule import commit, misfit, tree_delta_r
 
 _OF_LAYER = "honed_recurrent"
 """Attribute of a layer on a CPU: what is done after vLLM's own code."""
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _KINDS = ("QwenGatedDeltaNetAttention",)
 
 Guard = Callable[[str, Callable[[TreeStep], Any]], Any]
@@ -208,6 +209,6 @@ def _misfit(layer: Any) -> str:
         return f"honed doesn't know the state of {type(layer).__name__}"
     if layer.activation not in ("silu", "swish"):
         return f"its convolution ends in {layer.activation}"
-    if "fp8" in str(layer.kv_cache[1].dtype) or "int8" in str(layer.kv_cache[1].dtype):
+    if any(cache.dtype not in _DTYPES for cache in layer.kv_cache[:2]):
         return "its state is quantised"
     return misfit(layer.head_k_dim, layer.head_v_dim, 0) if layer.kv_cache[1].is_cuda else ""
