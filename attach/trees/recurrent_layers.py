@@ -4,9 +4,10 @@ vLLM takes a tree's rows for a chain. It keeps the state after each of a request
 accepted one. Here vLLM's own code runs first. What it did for the anchor is right, and stays: the state after it is what the
 tree starts from. Then the nodes' outputs are overwritten with those that follow from their ancestors alone
 (`kernels.recurrent`). No node's state is made. After the walk, the state after the accepted path is written where vLLM will
-look for it, and the inputs of the convolution that lead up to it.
+look for it, and the path's inputs of the convolution are written after the anchor's. Where vLLM caches prefixes, it also looks
+for the state at the last block's end, in the midst of the path.
 
-So if anything fails here, a round of the anchor alone finds its state in place.
+What vLLM has for the anchor is never written to. So if anything fails here, a round of the anchor alone finds its state.
 """
 
 from __future__ import annotations
@@ -55,18 +56,22 @@ class RecurrentLayers:
     Args:
         layers: by name.
         guard: see `Guard`.
+        num_slots: N, most nodes of a tree.
+        cache_config: vLLM's.
 
     Raises:
         TypeError: a layer can't go on along a tree; the text says why.
     """
 
-    def __init__(self, layers: Mapping[str, Any], guard: Guard) -> None:
-        self._layers, self._guard = dict(layers), guard
+    def __init__(self, layers: Mapping[str, Any], guard: Guard, num_slots: int, cache_config: Any) -> None:
+        self._layers, self._guard, self._max_rows = dict(layers), guard, num_slots + 1
         self._made: dict[str, _Made] = {}
         self._slots: dict[int, Tensor] = {}
         for name, layer in self._layers.items():
-            if reason := _misfit(layer):
+            if reason := _misfit(layer, self._max_rows):
                 raise TypeError(f"{name}: {reason}")
+        self._block_size = _block_size(cache_config) if layers else 0
+        """Tokens of a block at whose end vLLM caches a state; 0: it doesn't."""
 
     def wrap(self) -> None:
         """Overwrite tree rows from now on."""
@@ -108,7 +113,7 @@ class RecurrentLayers:
         conv, states = _views(layer)
         weight = _weight_of(layer)
         taps = weight.shape[1]
-        before = conv[slots[:, 0]][:, :, : taps - 1].transpose(1, 2).flatten(0, 1)
+        before = conv[slots[:, 0], :, : taps - 1].transpose(1, 2).flatten(0, 1)
         inputs = torch.cat([taken.mixed, before.to(taken.mixed.dtype)])
         mixed = tree_conv(inputs, step.followed(taps), weight, layer.conv1d.bias)
         query, key, value = layer.rearrange_mixed_qkv(mixed)
@@ -123,7 +128,7 @@ class RecurrentLayers:
             slots[:, 0],
             step.row_starts,
             step.trees.row_masks,
-            step.max_rows,
+            self._max_rows,  # the same in each step: one compiled kernel
         )
         is_node = (step.place > 0)[:, None, None]
         out[step.rows] = torch.where(is_node, found.to(out.dtype), out[step.rows])
@@ -142,24 +147,30 @@ class RecurrentLayers:
         return found
 
     def commit(self, step: TreeStep, path: Tensor, num_accepted: Tensor) -> None:  # [B, P], [B]
-        """Write the states after accepted paths, and what leads up to them.
+        """Write the states after accepted paths, and the inputs of their rows.
 
         Args:
             path: rows of the accepted nodes in their requests.
+
+        Raises:
+            RuntimeError: a layer's rows were computed without this code.
         """
-        leading: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        last = path.gather(1, (num_accepted[:, None] - 1).clamp(min=0))[:, 0].clamp(min=0)  # [B]; 0: the anchor
+        if len(self._made) < len(self._layers):
+            raise RuntimeError(f"tree rows were seen in {len(self._made)} of {len(self._layers)} recurrent layers")
+        counts = [num_accepted]
+        if self._block_size:
+            held = step.prefix.long() + 1  # tokens in the state after the anchor
+            at_end = (held + num_accepted) // self._block_size * self._block_size - held
+            counts.append(torch.where(at_end < num_accepted, at_end, 0).clamp(min=0))
+        rows = step.row_starts[:-1, None].long() + path.clamp(min=0)  # [B, P]
         for name, made in self._made.items():
-            layer = self._layers[name]
-            conv, states = _views(layer)
-            target = made.slots.gather(1, num_accepted[:, None])[:, 0]
-            commit(states, made.slots[:, 0], target, made.updates, step.row_starts, path, num_accepted)
-            taps = _weight_of(layer).shape[1]
-            followed = step.followed(taps)[step.row_starts[:-1].long() + last, 1:]  # [B, X − 1]
-            place = num_accepted[:, None] + torch.arange(taps - 1, device=path.device)
-            leading.append((conv, made.slots[:, :1], place, made.inputs[followed].to(conv.dtype)))
-        for conv, slot, place, inputs in leading:  # last, for these overwrite what leads up to the anchor
-            conv[slot, :, place] = inputs
+            conv, states = _views(self._layers[name])
+            for count in counts:
+                target = made.slots.gather(1, count[:, None])[:, 0]
+                commit(states, made.slots[:, 0], target, made.updates, step.row_starts, path, count)
+            place = _weight_of(self._layers[name]).shape[1] - 1 + torch.arange(path.shape[1], device=path.device)
+            conv[made.slots[:, :1], :, place] = made.inputs[rows].to(conv.dtype)  # past the path, nothing is read
+        self._made.clear()
 
 
 def _wrap_cpu() -> None:
@@ -203,7 +214,15 @@ def is_recurrent(layer: Any) -> bool:
     return hasattr(layer, "get_state_shape")
 
 
-def _misfit(layer: Any) -> str:
+def _block_size(cache_config: Any) -> int:
+    """Tokens of a block at whose end vLLM caches a state; 0: it doesn't. Raises TypeError for ways that aren't known."""
+    mode = cache_config.mamba_cache_mode
+    if mode not in ("none", "align"):
+        raise TypeError(f"honed doesn't know how vLLM caches states with mamba_cache_mode {mode}")
+    return int(cache_config.mamba_block_size) if mode == "align" else 0
+
+
+def _misfit(layer: Any, max_rows: int) -> str:
     """Reason why a recurrent layer can't go on along a tree here; empty if it can."""
     if type(layer).__name__ not in _KINDS:
         return f"honed doesn't know the state of {type(layer).__name__}"
@@ -211,4 +230,4 @@ def _misfit(layer: Any) -> str:
         return f"its convolution ends in {layer.activation}"
     if any(cache.dtype not in _DTYPES for cache in layer.kv_cache[:2]):
         return "its state is quantised"
-    return misfit(layer.head_k_dim, layer.head_v_dim, 0) if layer.kv_cache[1].is_cuda else ""
+    return misfit(layer.head_k_dim, layer.head_v_dim, max_rows) if layer.kv_cache[1].device.type != "cpu" else ""

@@ -62,7 +62,8 @@ class TreesV1:
         of_drafter = set(model_runner.drafter._draft_attn_layer_names)
         groups = target_layers(model_runner.kv_cache_config, of_drafter)
         context = model_runner.vllm_config.compilation_config.static_forward_context
-        self.layers = TreeLayers({name: context[name] for name in groups}, groups, on_error)
+        layers, cache_config = {name: context[name] for name in groups}, model_runner.vllm_config.cache_config
+        self.layers = TreeLayers(layers, groups, on_error, model_runner.num_spec_tokens, cache_config)
         self._growing: _Growing | None = None
         self._walked: tuple[TreeStep, Walk] | None = None
         self._logits: torch.Tensor | None = None

@@ -150,7 +150,8 @@ class TreesV2:
         self.depth = self._candidates.depth
         groups = target_layers(model_runner.kv_cache_config, set(speculator.draft_attn_layer_names))
         context = model_runner.vllm_config.compilation_config.static_forward_context
-        self.layers = TreeLayers({name: context[name] for name in groups}, groups, on_error)
+        layers, cache_config = {name: context[name] for name in groups}, model_runner.vllm_config.cache_config
+        self.layers = TreeLayers(layers, groups, on_error, self.slots, cache_config)
         self._trees = allocate(model_runner.max_num_reqs, self.slots, model_runner.device)
         self._has_tree = [False] * model_runner.max_num_reqs
         self._chained: set[str] = set()

@@ -36,12 +36,21 @@ class TreeLayers:
         layers: by name.
         groups: of KV caches, for each layer: layers of a group keep a request's tokens in the same slots.
         on_error: called in a failing forward pass; the step's trees are then not to be used.
+        num_slots: N, most nodes of a tree.
+        cache_config: vLLM's.
 
     Raises:
         TypeError: a layer can't compute tree rows; the text says why.
     """
 
-    def __init__(self, layers: Mapping[str, Any], groups: Mapping[str, int], on_error: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        layers: Mapping[str, Any],
+        groups: Mapping[str, int],
+        on_error: Callable[[str], None],
+        num_slots: int,
+        cache_config: Any,
+    ) -> None:
         if not layers:
             raise TypeError("the target has no attention layer that honed knows")
         self.step: TreeStep | None = None
@@ -49,7 +58,8 @@ class TreeLayers:
         self.has_failed = False
         """Whether the pass for this step failed: its rows may have attended to others than their ancestors."""
         self._layers = {name: layer for name, layer in layers.items() if not is_recurrent(layer)}
-        self._recurrent = RecurrentLayers({name: one for name, one in layers.items() if is_recurrent(one)}, self._guarded)
+        recurrent = {name: layer for name, layer in layers.items() if is_recurrent(layer)}
+        self._recurrent = RecurrentLayers(recurrent, self._guarded, num_slots, cache_config)
         self._on_error = on_error
         self._views: dict[str, Views] = {}
         for name, layer in self._layers.items():
@@ -136,12 +146,12 @@ class TreeLayers:
             slots_of: slots of each request's rows in a group of KV caches.
             path: rows of the accepted nodes in their requests.
         """
+        self._recurrent.commit(step, path, num_accepted)
         for group, planes in self._planes:
             if isinstance(planes, KvPlanes):
                 compact_kv(planes, slots_of(group), path, num_accepted)
             else:
                 cache_reference.compact_kv(planes, slots_of(group), path, num_accepted)
-        self._recurrent.commit(step, path, num_accepted)
 
 
 def target_layers(kv_cache_config: Any, of_drafter: set[str]) -> dict[str, int]:

@@ -97,7 +97,7 @@ def commit(
 
     Args:
         root: states after the anchors, as `tree_delta_rule` read them.
-        target: where to write; `root` itself for a path without nodes.
+        target: where to write. For a path without nodes it is `root`, and nothing changes.
         path: rows of the accepted nodes in their requests, rising; −1 past them.
     """
     rows = row_starts[:-1, None].long() + path.clamp(min=0)  # [B, P]

@@ -34,8 +34,8 @@ if triton is not None:
         HAS_BIAS: tl.constexpr,
         BLOCK_C: tl.constexpr,
     ):
-        i_r = tl.program_id(1).to(tl.int64)
-        o_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+        i_r = tl.program_id(0).to(tl.int64)
+        o_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
         m_c = o_c < C
         b_out = tl.zeros([BLOCK_C], tl.float32)
         for i_x in tl.static_range(TAPS):
@@ -81,7 +81,7 @@ def launch(inputs: torch.Tensor, at: torch.Tensor, weight: torch.Tensor, bias: t
     if not out.numel():
         return out
     block = min(triton.next_power_of_2(channels), _CHANNELS)
-    _tree_conv_kernel[(triton.cdiv(channels, block), rows)](
+    _tree_conv_kernel[(rows, triton.cdiv(channels, block))](
         inputs.contiguous(),
         at.contiguous(),
         weight.contiguous(),

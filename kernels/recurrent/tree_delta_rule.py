@@ -7,7 +7,7 @@ writes one of V·K numbers for each row.
 Moves, for 32 rows, 32 heads and K = V = 128 in float32: 2.1 MB of state a request and layer, once to read, and twice more for
 the commit; 1.2 MB of updates. One state a row would be 67 MB to write. Floor: the state at copy bandwidth.
 Layout: q, k [R, Q, K], v and out [R, H, V], gates [R, H]; made contiguous. K and V 16 … 256, powers of two. States of any
-strides. At most 256 rows a request.
+strides. At most 128 rows a request.
 No GPU has run it. Source: arXiv 2406.06484 (the triangular system of a chunk), 2412.06464 (its gates).
 """
 
@@ -26,7 +26,7 @@ try:
 except ImportError:
     triton = None
 
-MAX_ROWS = 256
+MAX_ROWS = 128
 WIDTHS = (16, 32, 64, 128, 256)
 
 if triton is not None:
@@ -138,6 +138,8 @@ if triton is not None:
     ):
         i_v, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
         accepted = tl.load(accepted_ptr + i_b).to(tl.int32)
+        if accepted == 0:  # the target is the root
+            return
         o_p, o_k = tl.arange(0, BLOCK_P), tl.arange(0, K)
         o_v = i_v * BLOCK_V + tl.arange(0, BLOCK_V)
         m_p = (o_p < accepted) & (o_p < P)
@@ -218,7 +220,7 @@ def launch(
     out, values, decays = torch.empty(v.shape, **made), torch.empty(v.shape, **made), torch.empty((rows, heads), **made)
     keys = torch.empty(k.shape, **made)
     block_r = max(16, triton.next_power_of_2(max_rows))
-    block_v = min(width, 64 if block_r <= 64 else 16)
+    block_v = min(width, 64 if block_r <= 32 else 32 if block_r <= 64 else 16)
     _tree_delta_rule_kernel[(width // block_v, heads, len(root))](
         q.contiguous(),
         k.contiguous(),

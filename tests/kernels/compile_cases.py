@@ -139,7 +139,7 @@ def test_tree_delta_rule(compiled: list[Any], dtype: torch.dtype, rows: int) -> 
     tree_delta_rule.launch_commit(states, starts[:1], starts[:1], updates, starts, path, path[0, :1])
     tree_conv.launch(k.flatten(1), path, torch.zeros(2048, 15, dtype=dtype))
     assert len(compiled) == 3
-    assert all(kernel.metadata.shared <= 232_448 for kernel in compiled)
+    assert all(kernel.metadata.shared <= 101_376 for kernel in compiled)  # of small cards, too
 
 
 @pytest.mark.parametrize("with_gradient", [True, False])

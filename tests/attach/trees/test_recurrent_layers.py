@@ -36,6 +36,9 @@ class QwenGatedDeltaNetAttention(Base): ...
 class MambaMixer2(Base): ...
 
 
+NONE = SimpleNamespace(mamba_cache_mode="none", mamba_block_size=None)
+
+
 class Guard:
     """A step's."""
 
@@ -58,16 +61,20 @@ def test_layers_whose_state_isnt_known_are_refused() -> None:
         (QwenGatedDeltaNetAttention(torch.float8_e4m3fn), "quantised"),
     ):
         with pytest.raises(TypeError, match=reason):
-            RecurrentLayers({"layer": layer}, Guard(None))
+            RecurrentLayers({"layer": layer}, Guard(None), 15, NONE)
     odd = QwenGatedDeltaNetAttention()
     odd.activation = "gelu"
     with pytest.raises(TypeError, match="gelu"):
-        RecurrentLayers({"layer": odd}, Guard(None))
+        RecurrentLayers({"layer": odd}, Guard(None), 15, NONE)
+    with pytest.raises(TypeError, match="200 rows"):
+        RecurrentLayers({"layer": QwenGatedDeltaNetAttention()}, Guard(None), 199, NONE)
+    with pytest.raises(TypeError, match="mamba_cache_mode all"):
+        RecurrentLayers({"layer": QwenGatedDeltaNetAttention()}, Guard(None), 15, SimpleNamespace(mamba_cache_mode="all"))
 
 
 def test_steps_without_trees_are_vllms_own() -> None:
     layer, guard = QwenGatedDeltaNetAttention(), Guard(None)
-    RecurrentLayers({"layer": layer}, guard).wrap()
+    RecurrentLayers({"layer": layer}, guard, 15, NONE).wrap()
     assert layer._can_use_fused_gdn_mtp_decode(None)
     assert layer._forward_core(mixed_qkv=None, b=None, a=None, core_attn_out=None) == "done"
     assert not guard.errors
@@ -75,10 +82,14 @@ def test_steps_without_trees_are_vllms_own() -> None:
 
 def test_a_step_with_trees_doesnt_norm_in_vllms_kernel_and_fails_alone() -> None:
     layer, guard = QwenGatedDeltaNetAttention(), Guard(SimpleNamespace(rows=[0]))
-    RecurrentLayers({"layer": layer}, guard).wrap()
+    layers = RecurrentLayers({"layer": layer}, guard, 15, NONE)
+    layers.wrap()
     assert not layer._can_use_fused_gdn_mtp_decode(None)
     assert layer._forward_core(None, None, None, None) == "done"  # inputs that can't be read
     assert guard.errors == ["recurrent layers"]
     layer.is_failing = True
     with pytest.raises(RuntimeError, match="of vLLM's own"):
         layer._forward_core(None, None, None, None)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="0 of 1 recurrent layers"):
+        layers.commit(guard.step, nothing, nothing)
