@@ -16,7 +16,8 @@ from honed.daemon.client.client import AdminClient, AdminError
 from honed.daemon.store.database import connect
 
 START_S = 60.0
-UNHANDLED = ("Traceback", "could not be handled")
+TRACEBACK = "Traceback"
+UNHANDLED = (TRACEBACK, "could not be handled")
 """Words of a log line about an error that the daemon doesn't handle."""
 
 
@@ -87,8 +88,14 @@ class Daemon:
         return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
 
     def unhandled(self) -> list[str]:
-        """Return the lines of all its logs that tell of something unexpected."""
-        return [line for log in self._logs for line in _lines(log) if any(word in line for word in UNHANDLED)]
+        """Return what all its logs tell of something unexpected: lines, and whole tracebacks."""
+        found = list[str]()
+        for log in self._logs:
+            lines = _lines(log)
+            for line in lines:
+                if any(word in line for word in UNHANDLED):
+                    found.append(line + (_rest_of_traceback(lines) if line.startswith(TRACEBACK) else ""))
+        return found
 
     def stored(self) -> dict[str, int]:
         """Sum the stored boots up: rounds, those declared lost, missing and malformed batches; and count their parts.
@@ -123,6 +130,16 @@ def _answers(client: AdminClient) -> bool:
         return bool(client.get("/readyz"))
     except AdminError:
         return False
+
+
+def _rest_of_traceback(lines: Iterator[str]) -> str:
+    """Take lines up to the exception's own, which isn't indented."""
+    taken = list[str]()
+    for line in lines:
+        taken.append(line)
+        if not line.startswith(" "):
+            break
+    return "".join(taken)
 
 
 def _lines(log: Path) -> Iterator[str]:

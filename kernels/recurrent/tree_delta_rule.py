@@ -7,7 +7,7 @@ writes one of V·K numbers for each row.
 Moves, for 32 rows, 32 heads and K = V = 128 in float32: 2.1 MB of state a request and layer, once to read, and twice more for
 the commit; 1.2 MB of updates. One state a row would be 67 MB to write. Floor: the state at copy bandwidth.
 Layout: q, k [R, Q, K], v and out [R, H, V], gates [R, H]; made contiguous. K and V 16 … 256, powers of two. States of any
-strides. At most 128 rows a request.
+strides. At most 64 rows a request.
 No GPU has run it. Source: arXiv 2406.06484 (the triangular system of a chunk), 2412.06464 (its gates).
 """
 
@@ -26,7 +26,8 @@ try:
 except ImportError:
     triton = None
 
-MAX_ROWS = 128
+MAX_ROWS = 64
+"""More would need more shared memory than small cards have (99 KiB)."""
 WIDTHS = (16, 32, 64, 128, 256)
 
 if triton is not None:
@@ -220,7 +221,7 @@ def launch(
     out, values, decays = torch.empty(v.shape, **made), torch.empty(v.shape, **made), torch.empty((rows, heads), **made)
     keys = torch.empty(k.shape, **made)
     block_r = max(16, triton.next_power_of_2(max_rows))
-    block_v = min(width, 64 if block_r <= 32 else 32 if block_r <= 64 else 16)
+    block_v = min(width, 64 if block_r <= 32 else 32)
     _tree_delta_rule_kernel[(width // block_v, heads, len(root))](
         q.contiguous(),
         k.contiguous(),

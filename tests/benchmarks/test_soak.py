@@ -67,5 +67,7 @@ def test_what_is_unhandled_is_found_in_the_log(processes: Processes, folder: Pat
     daemon.stop()
     assert daemon.unhandled() == []
     with (folder / "logs" / "daemon-0.log").open("a") as log:
-        log.write('{"event": "a message could not be handled"}\nTraceback (most recent call last):\n')
-    assert len(daemon.unhandled()) == 2
+        log.write(
+            '{"event": "a message could not be handled"}\nTraceback (most recent call last):\n  a line\nKeyError: 1\nmore\n'
+        )
+    assert daemon.unhandled()[1:] == ["Traceback (most recent call last):\n  a line\nKeyError: 1\n"]

@@ -128,7 +128,7 @@ def test_tree_attention_after_another_kernels_pass(compiled: list[Any]) -> None:
     assert len(compiled) == 1
 
 
-@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
 def test_tree_delta_rule(compiled: list[Any], dtype: torch.dtype, rows: int) -> None:
     k, v = torch.zeros(rows, 16, 128, dtype=dtype), torch.zeros(rows, 32, 128, dtype=dtype)

@@ -60,7 +60,7 @@ class Batch:
         ([5, 9], (1, 1), (16, 16), torch.float32),
         ([15, 0, 31], (2, 4), (16, 32), torch.float32),
         ([40], (1, 2), (32, 16), torch.bfloat16),
-        ([100, 3], (1, 1), (16, 16), torch.float32),
+        ([63, 3], (1, 1), (16, 64), torch.float32),
     ],
 )
 def test_outputs_updates_and_states(
