@@ -16,13 +16,13 @@ from tests.e2e.engine import K
 NUM_UPDATES = 200
 
 
-def transformers_model(folder: Path) -> Any:
-    """A target in float32, as Transformers computes it."""
+def transformers_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A target as Transformers computes it."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     has_images = "vision_config" in json.loads((folder / "config.json").read_text())
     kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
-    return kind.from_pretrained(folder, dtype=torch.float32).eval()
+    return kind.from_pretrained(folder, dtype=dtype).eval()
 
 
 def memorised(drafter_dir: Path, target_dir: Path, texts: list[tuple[list[int], list[int]]], model: Any, folder: Path) -> Path:

@@ -94,12 +94,8 @@ def errors_of_capture(target: Path, layers: tuple[int, ...], samples: list[Train
     Returns:
         that of the captured features, and where vLLM rounds that of Transformers' own hidden states in bfloat16.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    has_images = "vision_config" in json.loads((target / "config.json").read_text())
-    kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
     dtypes = (torch.float32, torch.bfloat16) if PAIR.is_rounded else (torch.float32,)
-    models = [kind.from_pretrained(target, dtype=dtype).eval() for dtype in dtypes]
+    models = [transformers_model(target, dtype) for dtype in dtypes]
     ours, own = 0.0, 0.0
     for sample in samples:
         assert int(sample.positions[0]) == 0, "not a whole request: this shows nothing"
