@@ -60,6 +60,7 @@ FAULTS = (
     "connections until descriptors run out",
     "connections without end from other hosts",
     "answers that nobody reads",
+    "a malformed body answered twice",
     "scrapes without end",
     "messages that never end",
     "headers and manifests without end",

@@ -42,7 +42,7 @@ class Protocol(H11Protocol):
     """uvicorn's protocol with strict framing and bounded headers, which also notes the user of a unix socket's peer.
 
     It adds three limits: uvicorn waits forever for a request and for the reader of an answer, and counts connections only after
-    their first one.
+    their first one. It answers a malformed request once, also where uvicorn would answer it twice.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -62,6 +62,20 @@ class Protocol(H11Protocol):
         # h11 holds what follows the request under way, and uvicorn reads on while that waits for its client.
         if len(self.conn.trailing_data[0]) > MAX_AHEAD_BYTES:
             self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """End the connection, with this answer unless the request's own has begun.
+
+        The malformed bytes may belong to a request whose handling has begun, as a bad chunk of its body does. Its answer is
+        dropped: h11 would raise an exception at the second of two answers.
+        """
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from http.client import HTTPConnection
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 from fastapi import FastAPI, Response
+from fastapi.responses import StreamingResponse
 
 from honed.daemon.ingest.router import bind_unix
 from honed.daemon.process import http_server
@@ -81,20 +83,26 @@ def test_one_that_asks_now_and_then_is_kept(admin_socket: Path, monkeypatch: pyt
             time.sleep(0.1)
 
 
+@contextlib.contextmanager
+def listening(app: FastAPI, path: Path) -> Iterator[None]:
+    """A listener of this application on a unix socket."""
+    with contextlib.closing(bind_unix(path)) as listener:
+        server = uvicorn.Server(configured(app))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        yield
+        server.should_exit = True
+        thread.join()
+
+
 @pytest.fixture
 def big_answers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Socket of a listener whose answers don't fit into a socket's buffer."""
     monkeypatch.setattr(http_server, "PATIENCE_S", PATIENCE_S)
     app = FastAPI()
     app.get("/")(lambda: Response(b"x" * (20 << 20)))
-    listener = bind_unix(folder / "big.sock")
-    server = uvicorn.Server(configured(app))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    yield folder / "big.sock"
-    server.should_exit = True
-    thread.join()
-    listener.close()
+    with listening(app, folder / "big.sock"):
+        yield folder / "big.sock"
 
 
 @pytest.mark.parametrize(
@@ -136,3 +144,82 @@ def test_beyond_so_many_connections_new_ones_are_closed_at_once_and_room_comes_b
             if received(channel).startswith(b"HTTP/1.1 200"):
                 return
     raise AssertionError("no room came back")
+
+
+@pytest.fixture
+def endless_answers(folder: Path) -> Iterator[Path]:
+    """Socket of a listener whose answers go on until the listener ends."""
+    is_ending = threading.Event()
+
+    async def lines() -> AsyncIterator[bytes]:
+        while not is_ending.is_set():
+            yield b"a line\n"
+            await asyncio.sleep(0.01)
+
+    app = FastAPI()
+    app.get("/")(lambda: StreamingResponse(lines()))
+    with listening(app, folder / "endless.sock"):
+        yield folder / "endless.sock"
+        is_ending.set()
+
+
+def exchanged(path: Path, pieces: list[bytes]) -> bytes:
+    """Sends the pieces one after the other; returns all that comes until the other side closes."""
+    with connected(path) as channel:
+        for piece in pieces:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                channel.sendall(piece)
+            time.sleep(0.05)
+        return received(channel)
+
+
+def unhandled(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Exceptions that reached uvicorn or the event loop."""
+    return [f"{record.getMessage()}\n{record.exc_text}" for record in caplog.records if record.exc_info]
+
+
+PAUSE = b"POST /v1/training:pause HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n"
+TOO_LONG = b"Content-Length: 999999999\r\n"
+BAD_CHUNK = b"ZZ\r\n"
+BIG_CHUNK = b"%x\r\n%b\r\n" % (1 << 17, bytes(1 << 17))
+
+
+def test_half_a_request_changes_nothing(admin_socket: Path, service: Service, caplog: pytest.LogCaptureFixture) -> None:
+    with connected(admin_socket) as channel:
+        channel.sendall(PAUSE + b"Content-Length: 50\r\n\r\n{")
+    time.sleep(0.2)
+    assert not service.trainer.is_paused
+    assert unhandled(caplog) == []
+
+
+@pytest.mark.fault("a malformed body answered twice")
+@pytest.mark.parametrize(
+    ("pieces", "statuses"),
+    [
+        ([PAUSE + CHUNKED + b"\r\n" + BAD_CHUNK], [400]),
+        ([PAUSE + CHUNKED + b"\r\n", BAD_CHUNK], [400]),
+        ([PAUSE + CHUNKED + TOO_LONG + b"\r\n" + BAD_CHUNK], [400]),
+        ([PAUSE + CHUNKED + TOO_LONG + b"\r\n", BAD_CHUNK], [413]),
+        ([PAUSE + CHUNKED + b"\r\n" + BIG_CHUNK + BAD_CHUNK], [400, 413]),
+        ([PAUSE + CHUNKED + b"\r\n" + BIG_CHUNK, BAD_CHUNK], [413]),
+    ],
+    ids=["a bad body", "one later", "behind a refused head", "one later", "a bad body too large", "one later"],
+)
+def test_a_malformed_body_has_one_answer_and_changes_nothing(
+    admin_socket: Path, service: Service, pieces: list[bytes], statuses: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = exchanged(admin_socket, pieces)
+    assert int(answers.split()[1]) in statuses
+    assert answers.count(b"HTTP/1.1 ") == 1
+    assert not service.trainer.is_paused
+    assert unhandled(caplog) == []
+
+
+@pytest.mark.fault("a malformed body answered twice")
+def test_bytes_behind_the_last_request_end_its_answer(endless_answers: Path, caplog: pytest.LogCaptureFixture) -> None:
+    answers = exchanged(endless_answers, [b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", b"x"])
+    assert answers.startswith(b"HTTP/1.1 200 ")
+    assert answers.count(b"HTTP/1.1 ") == 1
+    assert not answers.endswith(b"0\r\n\r\n")  # it shows that it isn't whole
+    assert unhandled(caplog) == []
