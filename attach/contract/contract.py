@@ -438,7 +438,7 @@ TREES: tuple[Clause, ...] = (
         "GPUModelRunner",
         ("positions", "mrope_positions", "uses_mrope", "query_start_loc", "requests", "num_spec_tokens", "kv_cache_config"),
     ),
-    Attributes("v1/worker/gpu_input_batch.py", "InputBatch", ("req_id_to_index", "num_computed_tokens_cpu", "block_table")),
+    Attributes("v1/worker/gpu_input_batch.py", "InputBatch", ("req_id_to_index", "block_table")),
     Attributes("v1/worker/gpu_input_batch.py", "InputBatch", ("sampling_metadata",)),
     Attributes("v1/worker/block_table.py", "BlockTable", ("slot_mapping",)),
     Attributes("v1/spec_decode/metadata.py", "SpecDecodeMetadata", ("cu_num_sampled_tokens",)),
@@ -474,6 +474,10 @@ TREES: tuple[Clause, ...] = (
     Attributes("v1/attention/backends/flex_attention.py", "FlexAttentionImpl", ("sliding_window",)),
     Attributes("config/compilation.py", "CompilationConfig", ("static_forward_context",)),
     Attributes("config/model.py", "ModelConfig", ("enforce_eager",)),
+    # V1 with a scheduler that runs ahead
+    Attributes(_V1, "GPUModelRunner", ("use_async_scheduling", "async_output_copy_stream")),
+    Method(_V1, "GPUModelRunner", "_prepare_input_ids", calls=("scatter_",)),
+    Method(_V1, "AsyncGPUModelRunnerOutput", "get_output"),
     # V2 (trees/runner_v2.py)
     Method("v1/worker/worker_base.py", "WorkerWrapperBase", "init_device", calls=("init_device",)),
     Attributes("v1/worker/worker_base.py", "WorkerWrapperBase", ("vllm_config",)),

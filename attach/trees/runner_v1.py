@@ -1,4 +1,4 @@
-"""Draft trees on vLLM's V1 model runner, in step: `gpu_model_runner.GPUModelRunner` and its CPU subclass.
+"""Draft trees on vLLM's V1 model runner: `gpu_model_runner.GPUModelRunner` and its CPU subclass.
 
 A request's drafts are the nodes of a tree, the best first and parents before children, so every cut is a tree as well. The
 scheduler takes them for a chain: N slots, as many as it was started with. What differs lies in the runner alone, in this order:
@@ -9,7 +9,10 @@ scheduler takes them for a chain: N slots, as many as it was started with. What 
                       slots after the anchor, and positions count on from it again
     propose           rows of the accepted path come first, as in a chain; the drafter drafts its whole block, D tokens, and
                       from its logits the next trees grow
-    take_draft_token_ids   each list is cut to its tree's nodes
+    take_draft_token_ids   in step with the scheduler, each list is cut to its tree's nodes
+
+Where the scheduler runs a step ahead, drafts stay on the device, and nothing here waits for it. vLLM puts the last step's
+drafts behind its tokens, so the trees of a step are those that the step before it grew.
 
 Where anything of this fails, the step's trees count as refused: their anchors' tokens are emitted, which no draft can have
 changed. Later steps verify chains.
@@ -22,13 +25,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from honed.attach.events.step_log import TREES, TREES_ARE_OFF, TreeRound
 from honed.attach.trees.draws import draw
 from honed.attach.trees.eligible import needs_chain
 from honed.attach.trees.grow import MOST_FAILURES, grow
+from honed.attach.trees.telling import Told, tell, tell_later, to_host
 from honed.attach.trees.tree_layers import TreeLayers, target_layers
-from honed.attach.trees.tree_step import TreeStep, tree_step
-from honed.attach.trees.walk import Walk, rounds_of, walk
+from honed.attach.trees.tree_step import TreeStep, on_device, tree_step
+from honed.attach.trees.walk import Walk, order_of_rows, walk
 from honed.kernels.trees.reference import MAX_DEPTHS, DraftTrees
 
 
@@ -38,8 +41,8 @@ class _Growing(NamedTuple):
     trees: DraftTrees
     row_of: dict[str, int]
     """Requests with a tree, and its row."""
-    tokens: list[list[int]]
-    num_nodes: list[int]
+    tokens: list[list[int]] | None
+    """Each row's nodes; None where the scheduler, which runs ahead, doesn't know them."""
 
 
 class TreesV1:
@@ -56,6 +59,7 @@ class TreesV1:
 
     def __init__(self, model_runner: Any, block_tokens: int, on_error: Callable[[str], None]) -> None:
         self._runner, self._on_error = model_runner, on_error
+        self._is_ahead: bool = model_runner.use_async_scheduling
         self.depth = min(block_tokens, model_runner.num_spec_tokens, MAX_DEPTHS)
         if reason := _misfit(model_runner):
             raise TypeError(reason)
@@ -68,7 +72,7 @@ class TreesV1:
         self._walked: tuple[TreeStep, Walk] | None = None
         self._logits: torch.Tensor | None = None
         self._lengths: list[int] | None = None
-        self._rounds: dict[str, TreeRound] = {}
+        self._told: Told | None = None
         self._has_drafted = False
         """Whether the drafter ran in the last step."""
         self._num_failures = 0
@@ -119,13 +123,19 @@ class TreesV1:
             self._logits = self._growing = self._lengths = None
             self._has_drafted = True
             drafts = propose(*args, **kwargs)
-            if most:
-                try:
-                    drafts = self._grow(drafts, kwargs["sampling_metadata"], most)
-                except Exception:
-                    self._fail("growing trees")
-                    self._growing, self._lengths = None, None
-            return drafts
+            if not most:
+                return drafts
+            count, depth = drafts.shape
+            # A scheduler that runs ahead has scheduled so many already, and vLLM's runner looks for them.
+            padded = torch.nn.functional.pad(drafts, (0, most - depth))
+            self._lengths = [depth] * count
+            try:
+                self._grow(padded, kwargs["sampling_metadata"], depth)
+            except Exception:
+                self._fail("growing trees")
+                self._growing, self._lengths = None, [depth] * count
+                padded[:, :depth] = drafts
+            return padded
 
         def _sample_draft_tokens(hidden_states: Any, sampling_metadata: Any) -> Any:
             if self.is_off:
@@ -134,17 +144,22 @@ class TreesV1:
             return self._logits.argmax(dim=-1), None
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-            self._rounds, self._has_drafted = {}, False
+            self._told, self._has_drafted = None, False
             output = finish(*args, **kwargs)
-            if hasattr(output, "sampled_token_ids"):
-                if self._rounds:
-                    setattr(output, TREES, self._rounds)
-                if self.is_off:
-                    setattr(output, TREES_ARE_OFF, True)
+            told, self._told = self._told, None
+            try:
+                if hasattr(output, "get_output"):
+                    tell_later(output, told, self.is_off, self._on_error)
+                elif hasattr(output, "sampled_token_ids"):
+                    tell(output, told, self.is_off)
+            except Exception:
+                self._on_error("telling of trees")
             return output
 
         def take_draft_token_ids() -> Any:
             taken = take()
+            if self._is_ahead:  # they are for grammars alone
+                return taken
             if taken is not None and not self._has_drafted:  # vLLM made zeros in place of drafts
                 taken.draft_token_ids[:] = [[] for _ in taken.draft_token_ids]
             elif taken is not None and self._lengths is not None and len(self._lengths) == len(taken.draft_token_ids):
@@ -171,21 +186,23 @@ class TreesV1:
     def _place(self, scheduler_output: Any) -> TreeStep | None:
         """Find the requests whose scheduled drafts are the nodes of their trees, and give their rows positions by depth."""
         growing, scheduled = self._growing, scheduler_output.scheduled_spec_decode_tokens
+        self._growing = None
         if growing is None or not scheduled:
             return None
         batch, starts = self._runner.input_batch, self._runner.query_start_loc.np
-        found: list[tuple[str, int, int, int, int]] = []
+        found: list[tuple[str, int, int, int]] = []
         for request_id, drafts in scheduled.items():
             row, index = growing.row_of.get(request_id, -1), batch.req_id_to_index[request_id]
             count = len(drafts)
             is_whole = scheduler_output.num_scheduled_tokens[request_id] == count + 1
-            if row >= 0 and is_whole and growing.tokens[row][:count] == drafts:
-                found.append((request_id, index, int(starts[index]), int(batch.num_computed_tokens_cpu[index]), row))
+            if row >= 0 and is_whole and (growing.tokens is None or growing.tokens[row][:count] == drafts):
+                found.append((request_id, index, int(starts[index]), row))
         if not found:
             return None
-        names, indices, first, prefix, rows = (list(column) for column in zip(*found, strict=True))
-        at = torch.tensor(rows, device=growing.trees.tokens.device)
+        names, indices, first, rows = (list(column) for column in zip(*found, strict=True))
+        first_at, at = on_device((first, rows), growing.trees.tokens.device)
         trees = DraftTrees(*(part[at] for part in growing.trees))
+        prefix = self._runner.positions[first_at].int()
         counts = [len(scheduled[name]) for name in names]
         step = tree_step(names, indices, first, prefix, counts, trees)
         self._move(step, step.depths)
@@ -218,14 +235,14 @@ class TreesV1:
             room = min(sampled.shape[1], walked.emitted.shape[1])
             sampled[step.batch_index, :room] = walked.emitted[:, :room].to(sampled.dtype)
             self._walked = step, walked
-            self._rounds = dict(zip(step.request_ids, rounds_of(step, walked), strict=True))
+            self._told = to_host(step, walked, self._runner.async_output_copy_stream)
         except Exception:
             self._fail("walking trees")
 
     def _walk(self, step: TreeStep, logits: torch.Tensor) -> Walk:
-        batch_row = step.batch_index[step.request]
-        drawn = draw(logits, batch_row, self._runner.input_batch.sampling_metadata)
-        return walk(step.trees, step.num_nodes, step.by_request(drawn), self.depth)
+        drawn = draw(logits, step, self._runner.input_batch.sampling_metadata)
+        num_nodes = torch.minimum(step.num_nodes, step.trees.num_nodes)
+        return walk(step.trees, num_nodes, step.by_request(drawn), self.depth)
 
     # --- the drafter's pass -------------------------------------------------------------------------------------------
 
@@ -234,33 +251,30 @@ class TreesV1:
         assert self._walked is not None
         step, walked = self._walked
         hidden, tokens = given["target_hidden_states"], given["target_token_ids"]
-        order = torch.arange(len(tokens), device=tokens.device)
-        request, depth = (walked.path > 0).nonzero(as_tuple=True)
-        first = step.first_row[request]
-        order[first + depth + 1] = first + walked.path[request, depth]
+        order = order_of_rows(step, walked, len(tokens))
         return {"target_hidden_states": hidden[order], "target_token_ids": tokens[order]}
 
-    def _grow(self, drafts: torch.Tensor, sampling_metadata: Any, most: int) -> torch.Tensor:  # [R, D] -> [R, `most`]
-        """Grow a tree for each request that can have one; the others get their chain."""
+    def _grow(self, padded: torch.Tensor, sampling_metadata: Any, depth: int) -> None:  # [R, N]
+        """Grow a tree in the place of the drafts of each request that can have one; the others keep their chain."""
         batch, logits = self._runner.input_batch, self._logits
-        count, depth = drafts.shape
-        self._logits, self._lengths = None, [depth] * count
-        padded = torch.nn.functional.pad(drafts, (0, most - depth))
+        count, most = padded.shape
+        self._logits = None
         ids = batch.req_ids[:count]
         grown = [] if self.is_off or logits is None else [i for i in range(count) if not self._needs_chain(ids[i])]
         if not grown:
-            return padded
+            return
         assert logits is not None
-        at = torch.tensor(grown, device=drafts.device)
+        (at,) = on_device((grown,), padded.device)
         temperature = None if sampling_metadata.all_greedy else sampling_metadata.temperature[at]
         trees = grow(logits.view(count, depth, -1)[at], temperature, most)
         padded[at] = trees.tokens.to(padded.dtype)
-        num_nodes = trees.num_nodes.tolist()
-        for row, index in enumerate(grown):
-            self._lengths[index] = num_nodes[row]
-        row_of = {ids[index]: row for row, index in enumerate(grown)}
-        self._growing = _Growing(trees, row_of, trees.tokens.tolist(), num_nodes)
-        return padded
+        tokens, lengths = None, self._lengths
+        assert lengths is not None
+        if not self._is_ahead:
+            tokens = trees.tokens.tolist()
+            for index, length in zip(grown, trees.num_nodes.tolist(), strict=True):
+                lengths[index] = length
+        self._growing = _Growing(trees, {ids[index]: row for row, index in enumerate(grown)}, tokens)
 
     def _needs_chain(self, request_id: str) -> bool:
         return needs_chain(self._runner.requests[request_id].sampling_params)
@@ -272,7 +286,6 @@ def _misfit(runner: Any) -> str:
     parallel = config.parallel_config
     reasons = {
         "trees grow from DFlash drafters only": config.speculative_config.method != "dflash",
-        "vLLM's scheduler runs a step ahead of V1's worker": config.scheduler_config.async_scheduling,
         "there are several ranks": parallel.world_size > 1 or parallel.data_parallel_size > 1,
         "the drafter samples instead of taking its best tokens": bool(
             getattr(runner.drafter, "_enable_probabilistic_draft_probs", False)

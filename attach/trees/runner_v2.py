@@ -1,7 +1,7 @@
 """Draft trees on vLLM's V2 model runner: `gpu.model_runner.GPUModelRunner` and its CPU subclass.
 
-As on V1 (`v1.py`), but drafts stay on the device, and the scheduler may run a step ahead. So trees are kept by the request's
-slot beside `req_states.draft_tokens`, and nothing here waits for the device:
+As on V1 (`runner_v1.py`) with a scheduler that runs ahead. vLLM keeps drafts by the request's slot, in
+`req_states.draft_tokens`, so trees are kept likewise. Nothing here waits for the device:
 
     prepare_attn       slots of a chain, then the positions of the nodes' depths; M-RoPE's in `prepare_inputs`
     the target         `TreeLayers`
@@ -31,14 +31,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from honed.attach.events.step_log import TREES, TREES_ARE_OFF
 from honed.attach.trees.draft_candidates import DraftCandidates
 from honed.attach.trees.eligible import needs_chain
 from honed.attach.trees.grow import MOST_FAILURES
 from honed.attach.trees.slots import block_tokens_of
+from honed.attach.trees.telling import Told, tell_later, to_host
 from honed.attach.trees.tree_layers import TreeLayers, target_layers
 from honed.attach.trees.tree_step import TreeStep, on_device, tree_step
-from honed.attach.trees.walk import Walk, describe, walk
+from honed.attach.trees.walk import Walk, order_of_rows, walk
 from honed.kernels.trees.reference import DraftTrees
 from honed.kernels.trees.tree_build import allocate, tree_build
 
@@ -160,7 +160,7 @@ class TreesV2:
         """Whether the step that begins may verify a tree."""
         self._slot_mappings: torch.Tensor | None = None
         self._walked: tuple[TreeStep, Walk] | None = None
-        self._told: tuple[list[str], list[torch.Tensor]] | None = None
+        self._told: Told | None = None
         self._num_failures = 0
 
     @property
@@ -208,7 +208,7 @@ class TreesV2:
             output = finish(*args, **kwargs)
             told, self._told = self._told, None
             if (told is not None or self.is_off) and hasattr(output, "get_output"):
-                output.get_output = _telling(told, self.is_off, output.get_output, self._on_error)
+                tell_later(output, told, self.is_off, self._on_error)
             return output
 
         def propose_trees(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -326,7 +326,7 @@ class TreesV2:
             output.num_sampled[step.batch_index] = accepted + 1
             output.num_rejected[step.batch_index] = (step.num_nodes - walked.num_accepted).to(output.num_rejected.dtype)
             self._walked = step, walked
-            self._told = step.request_ids, self._to_host(step, walked)
+            self._told = to_host(step, walked, self._runner.output_copy_stream)
         except Exception:
             self._fail("walking trees")
         return output
@@ -350,29 +350,13 @@ class TreesV2:
         first = batch.cu_num_logits[step.batch_index].long()
         return step.by_request(torch.cat(drawn)[first[step.request] + step.place])
 
-    def _to_host(self, step: TreeStep, walked: Walk) -> list[torch.Tensor]:
-        """Copies for the log, which travel on the stream that carries the step's tokens."""
-        wanted = [step.trees.parents, step.trees.ranks, step.num_nodes, walked.path]
-        if not walked.path.is_cuda:
-            return wanted
-        side = self._runner.output_copy_stream
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for tensor in wanted:
-                tensor.record_stream(side)
-            return [tensor.to("cpu", non_blocking=True) for tensor in wanted]
-
     # --- the drafter's pass -------------------------------------------------------------------------------------------
 
     def _in_order(self, batch: Any, metadata: Any, slots: Any, last: Any, aux: Any, *others: Any) -> tuple[Any, ...]:
         """The drafter's inputs with the rows of accepted paths right after their anchors."""
         assert self._walked is not None
         step, walked = self._walked
-        order = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
-        first = step.first_row[:, None]
-        place = torch.arange(1, walked.path.shape[1] + 1, device=order.device)
-        target = torch.where(walked.path > 0, first + place, first)
-        order[target] = torch.where(walked.path > 0, first + walked.path, first)
+        order = order_of_rows(step, walked, len(batch.input_ids))
         permuted = dataclasses.replace(batch, input_ids=batch.input_ids[order])
         aux = [layer[order[: len(layer)]] for layer in aux] if aux else aux
         return (permuted, metadata, slots, last[order[: len(last)]] if not aux else last, aux, *others)
@@ -426,29 +410,6 @@ def _parts(row_starts: npt.NDArray[np.int32], most_rows: int) -> Iterator[tuple[
 def _move(positions: torch.Tensor, step: TreeStep, offsets: torch.Tensor) -> None:  # [T], [R]
     """Set the positions of tree rows, from their anchors on."""
     positions[step.rows] = positions[step.first_row[step.request]] + offsets.to(positions.dtype)
-
-
-def _telling(
-    told: tuple[list[str], list[torch.Tensor]] | None,
-    is_off: bool,
-    get_output: Callable[[], Any],
-    on_error: Callable[[str], None],
-) -> Callable[[], Any]:
-    """`AsyncOutput.get_output`, which waits for vLLM's own event, followed by what rounds say of their trees."""
-
-    def get_output_with_trees() -> Any:
-        output = get_output()
-        try:
-            if is_off:
-                setattr(output, TREES_ARE_OFF, True)
-            if told is not None:
-                names, tensors = told
-                setattr(output, TREES, dict(zip(names, describe(*tensors), strict=True)))
-        except Exception:
-            on_error("telling of trees")
-        return output
-
-    return get_output_with_trees
 
 
 def _problem(speculator: Any) -> str:

@@ -26,6 +26,7 @@ class TreeStep:
     row_starts: torch.Tensor  # [B + 1] int32
     max_rows: int
     prefix: torch.Tensor  # [B] int32, tokens before the anchor
+    batch_rows: list[int]  # R, each row's request as a place in the runner's batch, on the host
     _firsts: dict[int, torch.Tensor] = field(default_factory=dict)
     _tables: dict[int, torch.Tensor] = field(default_factory=dict)
     _followed: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -95,7 +96,7 @@ def tree_step(
     request_ids: list[str],
     batch_index: list[int],
     first_row: list[int],
-    prefix: torch.Tensor | list[int],
+    prefix: torch.Tensor,  # [B]
     num_nodes: list[int],
     trees: DraftTrees,  # of these requests
 ) -> TreeStep:
@@ -117,5 +118,6 @@ def tree_step(
         request,
         starts.int(),
         max(num_nodes) + 1,
-        torch.as_tensor(prefix, dtype=torch.int32, device=device),
+        prefix.int(),
+        [index for index, count in zip(batch_index, num_nodes, strict=True) for _ in range(count + 1)],
     )

@@ -52,9 +52,13 @@ def walk(trees: DraftTrees, num_nodes: torch.Tensor, drawn: torch.Tensor, max_de
     return Walk(path, (path > 0).sum(1), emitted)
 
 
-def rounds_of(step: TreeStep, walked: Walk) -> list[TreeRound]:
-    """Describe each request's round, for the log; waits for the device."""
-    return describe(step.trees.parents, step.trees.ranks, step.num_nodes, walked.path)
+def order_of_rows(step: TreeStep, walked: Walk, num_rows: int) -> torch.Tensor:  # [T] int64
+    """Order of a step's rows in which those of accepted paths come right after their anchors, as in a chain."""
+    path, first = walked.path, step.first_row[:, None]
+    order = torch.arange(num_rows, device=path.device)
+    place = torch.arange(1, path.shape[1] + 1, device=path.device)
+    order[torch.where(path > 0, first + place, first)] = torch.where(path > 0, first + path, first)
+    return order
 
 
 def describe(

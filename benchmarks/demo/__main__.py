@@ -174,8 +174,7 @@ class Demo:
     ) -> Server:
         """Start vLLM with what `honed vllm-args` prints, and wait until the daemon knows it."""
         args = await asyncio.to_thread(vllm_args, environment, tree_slots)
-        flags = [*args["flags"], *["--no-async-scheduling"] * bool(tree_slots)]  # with it V1 verifies chains only
-        extra, target = args["environment"], str(self.plan.target)
+        flags, extra, target = args["flags"], args["environment"], str(self.plan.target)
         server = vllm_server.start(
             processes, name, extra=flags, environment=extra, target=target, is_speculating=not tree_slots
         )

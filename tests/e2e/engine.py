@@ -116,9 +116,13 @@ class TestEngine:
         extra = params.pop("extra", [None] * len(prompts))
         sampling = [SamplingParams(**params, extra_args=e) for e in extra]
         outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
-        while self.core.batch_queue:  # scheduled ahead for requests that have ended since
-            self.llm.llm_engine.step()
+        self.end_steps()
         return [list(out.outputs[0].token_ids) for out in outputs]
+
+    def end_steps(self) -> None:
+        """End the steps that were scheduled ahead for requests that have ended since."""
+        while self.core.batch_queue:
+            self.llm.llm_engine.step()
 
     def counters(self) -> dict[str, int]:
         """vLLM's own counters of speculative decoding."""

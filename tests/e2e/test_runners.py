@@ -21,7 +21,17 @@ from tests.e2e.engine import ROOT, RUNNER
 @pytest.mark.parametrize(
     ("runner", "files"),
     [
-        ("v1-async", ["test_runner_contract.py", "test_engine_modes.py::test_a_grammar_holds_where_drafting_stops_and_begins"]),
+        (
+            "v1-async",
+            [
+                "test_runner_contract.py",
+                "test_engine_modes.py::test_a_grammar_holds_where_drafting_stops_and_begins",
+                "test_trees.py::test_tokens_are_those_without_speculation_and_events_are_vllms",
+                "test_trees.py::test_a_grammar_holds_beside_trees",
+                "test_trees.py::test_a_failure_costs_acceptance_and_no_token",
+                "test_trees_modes.py::test_split_prompts_and_preempted_requests",
+            ],
+        ),
         (
             "v2-async",
             [

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.engine import DRAFTER, IS_CUDA, RUNNER, TARGET, K, TestEngine, engine, held_out
+from tests.e2e.engine import DRAFTER, IS_CUDA, IS_V2, TARGET, K, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.swapping import wait_until_compiled, wait_until_written
+from tests.e2e.test_engine_modes import grammar
 from tests.e2e.test_sampling_unchanged import mend_vllm_cpu
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.skipif(RUNNER != "v1", reason="trees run on V1, in step"),
+    pytest.mark.skipif(IS_V2, reason="V2 has tests of its own"),
     pytest.mark.xdist_group("trees"),
 ]
 SLOTS, MAX_TOKENS = 31, 40
@@ -48,6 +49,21 @@ def answers(running: TestEngine, prompts: list[str] = PROMPTS, **params: Any) ->
     return running.generate(prompts, **({"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True} | params))
 
 
+def beside_a_grammar(running: TestEngine) -> list[list[int]]:
+    """Greedy answers, of which every other one has a grammar."""
+    return each(running, PROMPTS, [{"temperature": 0.0, **(grammar() if i % 2 else {})} for i in range(len(PROMPTS))])
+
+
+def each(running: TestEngine, prompts: list[str], params: list[dict[str, Any]]) -> list[list[int]]:
+    """Answers to requests with parameters of their own."""
+    from vllm import SamplingParams
+
+    sampling = [SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **of_one) for of_one in params]
+    found = running.llm.generate(prompts, sampling, use_tqdm=False)
+    running.end_steps()
+    return [list(one.outputs[0].token_ids) for one in found]
+
+
 PENALTIES = {"presence_penalty": 0.7, "repetition_penalty": 1.2}
 NUM_SAMPLED, TOP_K, NUM_DRAWN = 400, 4, 3
 LONG = [(text * 9)[:1000] for text in PROMPTS[:4]]
@@ -60,6 +76,7 @@ def references() -> dict[str, Any]:
         return {
             "plain": answers(running),
             "penalties": answers(running, **PENALTIES),
+            "grammar": beside_a_grammar(running),
             "long": answers(running, LONG, max_tokens=500),
             "short": [answers(running, PROMPTS[:4], max_tokens=n) for n in (1, 2, 3)],
         }
@@ -140,18 +157,14 @@ def test_more_nodes_accept_more_than_the_chain(trees: TestEngine) -> None:
 
 def test_chains_trees_and_none_in_one_step(trees: TestEngine, plain: list[list[int]]) -> None:
     set_policy(trees, static_k=15, max_k=SLOTS)
-    from vllm import SamplingParams
-
-    base = {"temperature": 0.0, "max_tokens": MAX_TOKENS, "ignore_eos": True}
     ceilings = [0, 3, 31, -1]
-    sampling = [
-        SamplingParams(**base, extra_args={"honed_max_draft_tokens": ceilings[i // 2], "honed_workload": f"w{i}"})
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.0, "extra_args": {"honed_max_draft_tokens": ceilings[i // 2], "honed_workload": f"w{i}"}}
         if i % 2
-        else SamplingParams(**base, logprobs=1, extra_args={"honed_workload": f"w{i}"})
+        else {"temperature": 0.0, "logprobs": 1, "extra_args": {"honed_workload": f"w{i}"}}
         for i in range(len(PROMPTS))
     ]
-    found = trees.llm.generate(PROMPTS, sampling, use_tqdm=False)
-    assert [list(one.outputs[0].token_ids) for one in found] == plain
+    assert each(trees, PROMPTS, asked) == plain
     batches = take_batches(trees)
     is_tree: dict[str, set[bool]] = {}
     for batch in batches:
@@ -175,6 +188,25 @@ def test_penalties_keep_vllms_own_chain(trees: TestEngine, references: dict[str,
     batches = take_batches(trees)
     assert not any(sum(batch.rounds.chain_tokens) for batch in batches)
     assert max(row["k"] for row in rounds(batches)) == K
+
+
+def test_a_grammar_holds_beside_trees(trees: TestEngine, references: dict[str, Any]) -> None:
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    assert beside_a_grammar(trees) == references["grammar"]
+    chains = [chain for batch in take_batches(trees) for chain in batch.rounds.chain_tokens]
+    assert 0 in chains
+    assert max(chains) > 0
+    assert trees.honed.errors.count == 0
+
+
+def test_a_seed_gives_the_same_tokens_again_beside_other_requests(trees: TestEngine) -> None:
+    set_policy(trees, static_k=15, max_k=SLOTS)
+    found = []
+    for others in (PROMPTS[:0], PROMPTS[1:3]):
+        trees.scheduler.reset_prefix_cache()
+        asked = [{"temperature": 0.8, "seed": 7}, *[{"temperature": 0.8}] * len(others)]
+        found.append(each(trees, [PROMPTS[0], *others], asked)[0])
+    assert found[0] == found[1]
 
 
 def test_a_cached_prefix_that_was_compacted_is_right(trees: TestEngine, plain: list[list[int]]) -> None:

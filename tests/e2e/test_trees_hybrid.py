@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from honed.attach.trees import recurrent_layers
-from tests.e2e.engine import IS_CUDA, IS_SLOW, IS_V2, RUNNER, TestEngine, engine, held_out
+from tests.e2e.engine import IS_CUDA, IS_SLOW, IS_V2, TestEngine, engine, held_out
 from tests.e2e.float32_states import compute_in_float32
 from tests.e2e.logged import counted, rounds, take_batches
 from tests.e2e.memorising import memorised, transformers_model
@@ -25,7 +25,6 @@ from tests.zoo.pairs import PAIRS, make
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.skipif(RUNNER == "v1-async", reason="trees run on V1 in step only"),
     pytest.mark.xdist_group("trees of hybrids"),
 ]
 SLOTS = 15

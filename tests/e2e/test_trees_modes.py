@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.engine import RUNNER, TestEngine, engine, held_out
+from tests.e2e.engine import IS_V2, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.test_engine_modes import metric
 from tests.e2e.test_trees import tree_engine
 
-pytestmark = [pytest.mark.e2e, pytest.mark.skipif(RUNNER != "v1", reason="trees run on V1, in step")]
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(IS_V2, reason="V2 has tests of its own")]
 SLOTS, MAX_TOKENS = 63, 56
 PROMPTS = [text[-size:] for text, size in zip(held_out(6, 700), (700, 700, 300, 300, 300, 300), strict=True)]
 SMALL: dict[str, Any] = {"max_model_len": 256, "block_size": 32, "max_num_seqs": 4}

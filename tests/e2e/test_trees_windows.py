@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.engine import DRAFTER, IS_CUDA, IS_SLOW, IS_V2, RUNNER, TestEngine, engine, held_out
+from tests.e2e.engine import DRAFTER, IS_CUDA, IS_SLOW, IS_V2, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.test_sampling_unchanged import mend_vllm_cpu
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.skipif(RUNNER == "v1-async", reason="trees run on V1 in step only"),
     pytest.mark.xdist_group("trees windows"),
 ]
 SLOTS, WINDOW = 15, 40

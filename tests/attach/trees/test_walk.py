@@ -6,7 +6,7 @@ import torch
 
 from honed.adapt.trees.draft_tree import ROOT, build_tree
 from honed.attach.trees.tree_step import tree_step
-from honed.attach.trees.walk import rounds_of, walk
+from honed.attach.trees.walk import describe, walk
 from honed.kernels.trees.reference import DraftTrees, tree_build
 
 DEPTHS, CANDIDATES, ROOM = 4, 3, 12
@@ -61,7 +61,7 @@ def test_a_round_says_what_the_chain_alone_would_have_got() -> None:
         torch.zeros(1, len(tree) + 1, 1, dtype=torch.int32),
         torch.tensor([len(tree)]),
     )
-    step = tree_step(["r"], [0], [0], [5], [len(tree)], trees)
+    step = tree_step(["r"], [0], [0], torch.tensor([5]), [len(tree)], trees)
     for first, second, kept in ((10, 20, 2), (10, 21, 1), (11, 20, 0)):
         drawn = torch.full((1, len(tree) + 1), 99)
         drawn[0, 0] = first
@@ -69,7 +69,7 @@ def test_a_round_says_what_the_chain_alone_would_have_got() -> None:
             if int(trees.tokens[0, node]) == first and int(tree.parent[node]) == ROOT:
                 drawn[0, node + 1] = second
         found = walk(trees, step.num_nodes, drawn, 3)
-        (told,) = rounds_of(step, found)
+        (told,) = describe(trees.parents, trees.ranks, step.num_nodes, found.path)
         assert told.chain_tokens == len(chain)
         assert told.chain_accepted == min(kept, len(chain))
         assert [node + 1 for node in told.nodes] == [row for row in found.path[0].tolist() if row > 0]
@@ -85,7 +85,7 @@ def ranks_to(tree: object, node: int) -> list[int]:
 
 def test_rows_of_a_step_are_the_anchors_and_their_nodes() -> None:
     trees = random_trees(2, 0)
-    step = tree_step(["a", "b"], [3, 0], [10, 2], [40, 7], [2, 4], trees)
+    step = tree_step(["a", "b"], [3, 0], [10, 2], torch.tensor([40, 7]), [2, 4], trees)
     assert step.rows.tolist() == [10, 11, 12, 2, 3, 4, 5, 6]
     assert step.request.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
     assert step.row_starts.tolist() == [0, 3, 8]
@@ -98,7 +98,7 @@ def test_rows_of_a_step_are_the_anchors_and_their_nodes() -> None:
 
 def test_a_row_follows_its_path_and_what_leads_up_to_the_anchor() -> None:
     trees, taps = random_trees(2, 3), 4
-    step = tree_step(["a", "b"], [0, 1], [4, 30], [9, 9], [8, 12], trees)
+    step = tree_step(["a", "b"], [0, 1], [4, 30], torch.tensor([9, 9]), [8, 12], trees)
     followed, count = step.followed(taps), len(step.rows)
     for row, (b, place) in enumerate(zip(step.request.tolist(), step.place.tolist(), strict=True)):
         path, start = list[int](), int(step.row_starts[b])

@@ -1,0 +1,51 @@
+"""What rounds say of their trees: copied beside the step's tokens, and told with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from honed.attach.events.step_log import TREES, TREES_ARE_OFF
+from honed.attach.trees.tree_step import TreeStep
+from honed.attach.trees.walk import Walk, describe
+
+Told = tuple[list[str], list[torch.Tensor]]
+"""Requests, and what `describe` takes."""
+
+
+def to_host(step: TreeStep, walked: Walk, side: Any) -> Told:
+    """Copy it to the host without waiting, on the stream that carries the step's tokens; None: at once."""
+    wanted = [step.trees.parents, step.trees.ranks, step.num_nodes, walked.path]
+    if not walked.path.is_cuda or side is None:
+        return step.request_ids, [tensor.cpu() for tensor in wanted]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for tensor in wanted:
+            tensor.record_stream(side)
+        return step.request_ids, [tensor.to("cpu", non_blocking=True) for tensor in wanted]
+
+
+def tell(output: Any, told: Told | None, is_off: bool) -> None:
+    """Note on vLLM's output of a step which rounds had trees, and whether there will be none any more."""
+    if is_off:
+        setattr(output, TREES_ARE_OFF, True)
+    if told is not None:
+        names, tensors = told
+        setattr(output, TREES, dict(zip(names, describe(*tensors), strict=True)))
+
+
+def tell_later(output: Any, told: Told | None, is_off: bool, on_error: Callable[[str], None]) -> None:
+    """Do it once the tokens of vLLM's asynchronous output have come."""
+    get_output = output.get_output
+
+    def get_output_with_trees() -> Any:
+        found = get_output()
+        try:
+            tell(found, told, is_off)
+        except Exception:
+            on_error("telling of trees")
+        return found
+
+    output.get_output = get_output_with_trees
