@@ -92,7 +92,7 @@ test-trees: setup
 	@echo "== draft trees on running vLLMs, both model runners (v2 without a GPU: under Triton's interpreter), some 20 minutes"
 	@for runner in v1 v1-async v2 v2-async; do \
 	  HONED_TEST_RUNNER=$$runner $(BIN)/python -m pytest tests/e2e/test_trees.py tests/e2e/test_trees_modes.py tests/e2e/test_trees_v2.py \
-	    tests/e2e/test_trees_windows.py tests/e2e/test_trees_hybrid.py \
+	    tests/e2e/test_trees_windows.py tests/e2e/test_trees_hybrid.py tests/e2e/test_trees_dflash2.py \
 	    || failed=1; done; test -z "$$failed"
 
 test-runners: setup

@@ -524,6 +524,17 @@ TREES: tuple[Clause, ...] = (
     Attributes(_SPECULATOR, "DFlashSpeculator", ("num_speculative_steps", "draft_attn_layer_names", "draft_logits")),
     Method(_SPECULATOR, "DFlashSpeculator", "_generate_draft", calls=("sample_draft",)),
     Method(_SPECULATOR, "DFlashSpeculator", "sample_draft", calls=("compute_draft_logits",)),
+    Method(
+        "v1/worker/gpu/spec_decode/dflash2/speculator.py",
+        "DFlash2Speculator",
+        "_score_candidates",
+        first=("candidate_ids", "unary_logits", "hidden_states"),
+        calls=("candidate_selector",),
+    ),
+    Method(
+        "v1/worker/gpu/spec_decode/dflash2/speculator.py", "DFlash2Speculator", "_generate_draft", calls=("_score_candidates",)
+    ),
+    Attributes("v1/worker/gpu/spec_decode/dflash2/speculator.py", "DFlash2Speculator", ("top_k",)),
     # Beside CUDA graphs (trees/draft_candidates.py)
     Attributes(
         _SPECULATOR,

@@ -45,6 +45,8 @@ from honed.kernels.trees.tree_build import allocate, tree_build
 logger = logging.getLogger("honed.attach")
 
 _CANDIDATES = "honed_candidates"
+_GROWING = ("DFlashSpeculator", "DFlash2Speculator")
+"""vLLM's speculators that trees grow from."""
 MOST_DRAWN_BYTES = 1 << 30
 """Most bytes of float32 logits that are sampled at a time. vLLM's rejection sampler has the same limit."""
 _OWN_PROCESSORS = 3
@@ -104,7 +106,7 @@ def _prepare_drafters(may_have_graphs: bool) -> None:
         smaller.speculative_config.num_speculative_tokens = block_tokens_of(speculative)
         speculator = make(smaller, *args, **kwargs)
         may_run = speculator.draft_logits is None and (may_have_graphs or not _has_graphs(vllm_config))
-        if type(speculator).__name__ == "DFlashSpeculator" and may_run:
+        if type(speculator).__name__ in _GROWING and may_run:
             candidates = DraftCandidates(speculator)
             candidates.wrap()
             setattr(speculator, _CANDIDATES, candidates)
@@ -374,7 +376,8 @@ class TreesV2:
             return padded
         at, slot_at = on_device((grown, [slots[i] for i in grown]), padded.device)
         budgets = torch.full((len(grown),), self.slots, device=padded.device)
-        trees = tree_build(found.log_probs[at], found.ids[at], budgets, self.slots)
+        places = None if found.places is None else found.places[at]
+        trees = tree_build(found.log_probs[at], found.ids[at], budgets, self.slots, candidates=places)
         padded = padded.clone()
         padded[at] = trees.tokens.to(padded.dtype)
         for kept, fresh in zip(self._trees, trees, strict=True):
@@ -425,7 +428,7 @@ def _misfit(runner: Any, may_have_graphs: bool) -> str:
     reasons = {
         "there are several ranks": parallel.world_size > 1 or parallel.data_parallel_size > 1,
         "the drafter samples instead of taking its best tokens": getattr(speculator, "draft_logits", None) is not None,
-        "the drafter scores pairs of tokens": type(speculator).__name__ != "DFlashSpeculator",
+        f"trees don't grow from vLLM's {type(speculator).__name__}": type(speculator).__name__ not in _GROWING,
         "vLLM's own adaptive verification is on": runner.adaptive_verification is not None,
         "a KV connector moves blocks": config.kv_transfer_config is not None,
         "custom logits processors may look at the rows before": len(runner.sampler.logits_processors) > _OWN_PROCESSORS,

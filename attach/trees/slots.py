@@ -17,7 +17,7 @@ def block_tokens_of(speculative_config: Any) -> int:
     if speculative_config.method != "dflash":
         return slots
     config = getattr(speculative_config.draft_model_config, "hf_config", None)
-    block = int(getattr(config, "block_size", 0) or 0)
+    block = int(getattr(config, "block_size", 0) or (getattr(config, "dflash_config", None) or {}).get("block_size") or 0)
     return min(block - 1, slots) if block > 1 else slots
 
 

@@ -35,6 +35,7 @@ FILES: list[Chosen] = [
     ("v1", "tests/e2e/test_trees.py", []),
     ("v1-async", "tests/e2e/test_trees.py", []),
     ("v2-async", "tests/e2e/test_trees_hybrid.py", []),
+    ("v2-async", "tests/e2e/test_trees_dflash2.py", []),
     ("v2-async", "tests/e2e/test_cuda_graphs.py", []),
     ("v2-async", "tests/e2e/test_v2_only.py", ["-m", "runners"]),
     ("v2-async", "tests/e2e/test_v2_passes.py", []),

@@ -2,7 +2,8 @@
 
 Letters: B = requests, D = depths (draft tokens of a block), m = candidates a depth, V = vocabulary, N = capacity in nodes, W =
 32-bit words of a mask row, R = rows of all requests (the anchor, then its nodes), I = rows of the largest, J = the rows
-attended to, H = heads, H_kv = K/V heads, G = heads of a K/V head, E = head size, L = tokens of the longest prefix.
+attended to, H = heads, H_kv = K/V heads, G = heads of a K/V head, E = head size, L = tokens of the longest prefix, P =
+candidates a depth that the next token's probability may depend on.
 """
 
 from __future__ import annotations
@@ -69,29 +70,37 @@ def top_candidates(
 
 
 def tree_build(
-    log_probs: torch.Tensor,  # [B, D, m] float32 or float64, most likely first
-    ids: torch.Tensor,  # [B, D, m]
+    log_probs: torch.Tensor,  # [B, D, m] or [B, D, P, m], float32 or float64, most likely first
+    ids: torch.Tensor,  # the same
     budgets: torch.Tensor,  # [B]
     max_nodes: int,  # N
     off_chain: torch.Tensor | None = None,  # [B, D, m]
     is_chain_first: bool = False,
+    candidates: torch.Tensor | None = None,  # [B, D, P, m]
 ) -> DraftTrees:
     """Build every request's best tree of at most min(its budget, N) nodes: that of `adapt.trees.draft_tree`, ties included.
 
     Every admitted node, and the anchor, has exactly one child that may come next: the heap is one slot a node. Slots are
     compared by score, then by a key of their node's depth and path of ranks, four bits each: (depth − 8)·2^60 + path. A score
     that isn't finite (−inf, NaN) is never admitted, nor are its later siblings and descendants.
+
+    With `candidates`, a node's children are those of row p of the next depth, where p is the node's own place among its depth's
+    P candidates. Children of the anchor are those of row 0.
     """
-    num_requests, num_depths, num_candidates = log_probs.shape
+    num_requests, num_depths, num_rows, num_candidates = (log_probs[:, :, None] if log_probs.ndim == 3 else log_probs).shape
     device = log_probs.device
-    on, off = log_probs.double(), (log_probs if off_chain is None else off_chain).double()
-    table = torch.full((num_requests, 2, num_depths + 1, num_candidates + 1), float("-inf"), dtype=torch.float64, device=device)
-    table[:, 0, :-1, :-1], table[:, 1, :-1, :-1] = on, off
+    shape = num_requests, num_depths, num_rows, num_candidates
+    on, off = log_probs.double().reshape(shape), (log_probs if off_chain is None else off_chain).double().reshape(shape)
+    room = num_requests, 2, num_depths + 1, num_rows, num_candidates + 1
+    table = torch.full(room, float("-inf"), dtype=torch.float64, device=device)
+    table[:, 0, :-1, :, :-1], table[:, 1, :-1, :, :-1] = on, off
     flat = table.flatten(1)
 
-    def score_of(above: torch.Tensor, path: torch.Tensor, depth: torch.Tensor, rank: torch.Tensor) -> torch.Tensor:
-        """Score the candidate `rank` below nodes [B] of a depth and a path."""
-        at = ((path != 0).long() * (num_depths + 1) + depth) * (num_candidates + 1) + rank
+    def score_of(
+        above: torch.Tensor, path: torch.Tensor, depth: torch.Tensor, row: torch.Tensor, rank: torch.Tensor
+    ) -> torch.Tensor:
+        """Score the candidate `rank` below nodes [B] of a depth, a path and a row of the table."""
+        at = (((path != 0).long() * (num_depths + 1) + depth) * num_rows + row) * (num_candidates + 1) + rank
         score = above + flat.gather(1, at[:, None])[:, 0]
         return torch.where(score.isfinite(), score, float("-inf"))
 
@@ -109,8 +118,9 @@ def tree_build(
     key = torch.zeros((num_requests, max_nodes + 1), dtype=torch.int64, device=device)
     rank_of = torch.zeros_like(key)
     key[:, 0] = -(2**63)
-    pending[:, 0] = score_of(above[:, 0], zero, zero, zero)
-    chain = on[:, :, 0].cumsum(1).isfinite().cumprod(1).sum(1) if is_chain_first and num_candidates else zero
+    row_of = torch.zeros_like(key)
+    pending[:, 0] = score_of(above[:, 0], zero, zero, zero, zero)
+    chain = on[:, :, 0, 0].cumsum(1).isfinite().cumprod(1).sum(1) if is_chain_first and num_candidates else zero
     num_nodes = zero.clone()
 
     for n in range(max_nodes):
@@ -121,8 +131,10 @@ def tree_build(
         is_new = (score > float("-inf")) & (n < budgets)
         own_key, rank = key.gather(1, slot)[:, 0], rank_of.gather(1, slot)[:, 0]
         depth, path = (own_key >> 60) + 8, own_key & (2**60 - 1)
-        place = depth.clamp(max=num_depths - 1) * num_candidates + rank.clamp(max=num_candidates - 1)
+        row_above = row_of.gather(1, slot)[:, 0]
+        place = (depth.clamp(max=num_depths - 1) * num_rows + row_above) * num_candidates + rank.clamp(max=num_candidates - 1)
         found = ids.flatten(1).gather(1, place[:, None])[:, 0]
+        own_row = zero if candidates is None else candidates.flatten(1).gather(1, place[:, None])[:, 0].long()
         for column, value in ((tokens, found), (ranks, rank), (parents, slot[:, 0] - 1), (depths, depth + 1)):
             column[:, n] = torch.where(is_new, value, column[:, n])
         scores[:, n] = torch.where(is_new, score, scores[:, n])
@@ -131,13 +143,13 @@ def tree_build(
         attends[:, n + 1] = row & is_new[:, None]
         num_nodes += is_new
         # The sibling takes the slot, the first child a new one.
-        sibling = score_of(above.gather(1, slot)[:, 0], path, depth, rank + 1)
+        sibling = score_of(above.gather(1, slot)[:, 0], path, depth, row_above, rank + 1)
         pending.scatter_(1, slot, torch.where(is_new, sibling, pending.gather(1, slot)[:, 0])[:, None])
         rank_of.scatter_(1, slot, (rank + is_new)[:, None])
         longer = path * 16 + rank  # wraps at the last depth, which has no children
-        child = score_of(score, longer, (depth + 1).clamp(max=num_depths), zero)
+        child = score_of(score, longer, (depth + 1).clamp(max=num_depths), own_row, zero)
         pending[:, n + 1] = torch.where(is_new, child, pending[:, n + 1])
-        above[:, n + 1] = score
+        above[:, n + 1], row_of[:, n + 1] = score, own_row
         key[:, n + 1] = ((depth - 7) << 60) + longer
 
     tokens, ranks, parents, depths = nodes.int().unbind()

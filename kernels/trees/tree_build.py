@@ -6,7 +6,10 @@ popping the best is one reduction over (score, key, slot) and pushing is two wri
 pointer jumping (log₂ D gathers a word).
 Moves: B·(D·m·8 + N·(32 + 4·W)) bytes, some 0.3 MB at batch 64, budget 32, top-8 of 15 depths: negligible. The floor is latency,
 N dependent reductions of a warp. The warp is alone in its program, so none of them waits at a barrier.
-Layout: `log_probs` and `ids` [B, D, m] (made contiguous), at most 16 depths and 16 candidates, since a path is 4 bits a depth.
+A next token's probability may depend on the token before (`candidates`), as a DFlash2 drafter's does: the table then has a row
+for each candidate of the depth above.
+Layout: `log_probs` and `ids` [B, D, m] or [B, D, P, m] (made contiguous), at most 16 depths, candidates and predecessors, since
+a path is 4 bits a depth.
 Its time on an H200 is in docs/gpu.md.
 Source: arXiv 2604.12989 (DDTree), Algorithm 1.
 """
@@ -41,16 +44,17 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def _log_prob(  # type: ignore[no-untyped-def]
-        p_on, p_off, path, depth, rank, D: tl.constexpr, M: tl.constexpr, HAS_OFF: tl.constexpr
+        p_on, p_off, path, depth, row, rank, D: tl.constexpr, P: tl.constexpr, M: tl.constexpr, HAS_OFF: tl.constexpr
     ):
-        """Log-probability of the candidate `rank` below a node of this depth and path; −inf if there is none."""
+        """Log-probability of the candidate `rank` below a node of this depth, path and row; −inf if there is none."""
         is_in = (depth < D) & (rank < M)
+        at = (depth * P + row) * M + rank
         if HAS_OFF:
-            b_on = tl.load(p_on + depth * M + rank, mask=is_in & (path == 0), other=float("-inf"))
-            b_off = tl.load(p_off + depth * M + rank, mask=is_in & (path != 0), other=float("-inf"))
+            b_on = tl.load(p_on + at, mask=is_in & (path == 0), other=float("-inf"))
+            b_off = tl.load(p_off + at, mask=is_in & (path != 0), other=float("-inf"))
             b_x = tl.where(path == 0, b_on, b_off)
         else:
-            b_x = tl.load(p_on + depth * M + rank, mask=is_in, other=float("-inf"))
+            b_x = tl.load(p_on + at, mask=is_in, other=float("-inf"))
         return b_x.to(tl.float64)
 
     @triton.jit
@@ -62,6 +66,7 @@ if triton is not None:
         log_probs_ptr,
         off_chain_ptr,
         ids_ptr,
+        candidates_ptr,
         budgets_ptr,
         tokens_ptr,
         ranks_ptr,
@@ -72,6 +77,7 @@ if triton is not None:
         num_nodes_ptr,
         N: tl.constexpr,
         D: tl.constexpr,
+        P: tl.constexpr,
         M: tl.constexpr,
         W: tl.constexpr,
         BLOCK: tl.constexpr,
@@ -83,7 +89,8 @@ if triton is not None:
     ):
         i_b = tl.program_id(0).to(tl.int64)
         o_n = tl.arange(0, BLOCK)
-        p_on, p_off = log_probs_ptr + i_b * D * M, off_chain_ptr + i_b * D * M
+        p_on, p_off = log_probs_ptr + i_b * D * P * M, off_chain_ptr + i_b * D * P * M
+        p_ids, p_candidates = ids_ptr + i_b * D * P * M, candidates_ptr + i_b * D * P * M
         budget = tl.minimum(tl.load(budgets_ptr + i_b), N).to(tl.int32)
         chain = 0
         if IS_CHAIN_FIRST:
@@ -98,10 +105,12 @@ if triton is not None:
         b_above = tl.zeros([BLOCK], tl.float64)
         b_key = tl.full([BLOCK], ROOT_KEY, tl.int64)
         b_rank = tl.zeros([BLOCK], tl.int32)
+        b_row = tl.zeros([BLOCK], tl.int32)
         first = _finite(tl.load(p_on).to(tl.float64))
         b_next = tl.where(o_n == 0, first, float("-inf"))
         b_parent = tl.full([BLOCK], -1, tl.int32)
         b_ranks = tl.zeros([BLOCK], tl.int32)
+        b_rows = tl.zeros([BLOCK], tl.int32)
         b_depth = tl.zeros([BLOCK], tl.int32)
         b_score = tl.full([BLOCK], float("-inf"), tl.float64)
 
@@ -110,12 +119,16 @@ if triton is not None:
             b_pick = b_next
             if IS_CHAIN_FIRST:
                 b_pick = tl.where((num < chain) & (o_n != num), float("-inf"), b_next)
-            score, key, place = tl.reduce((b_pick, b_key, o_n * 16 + b_rank), 0, _better)
+            score, key, place = tl.reduce((b_pick, b_key, (o_n * 16 + b_rank) * P + b_row), 0, _better)
             if score > float("-inf"):
-                slot, rank = place // 16, place % 16
+                slot, rank, row = place // (16 * P), place // P % 16, place % P
                 depth = (key >> 60).to(tl.int32) + 8
                 path = key & (DEPTH - 1)
                 is_new = o_n == num
+                own_row = 0
+                if P > 1:
+                    own_row = tl.load(p_candidates + (depth * P + row) * M + rank).to(tl.int32)
+                    b_rows = tl.where(is_new, row, b_rows)
                 b_parent = tl.where(is_new, slot - 1, b_parent)
                 b_ranks = tl.where(is_new, rank, b_ranks)
                 b_depth = tl.where(is_new, depth + 1, b_depth)
@@ -123,18 +136,20 @@ if triton is not None:
                 num += 1
                 # The sibling takes the slot, the first child a new one.
                 is_slot, is_child = o_n == slot, o_n == num
-                b_sibling = _finite(b_above + _log_prob(p_on, p_off, path, depth, rank + 1, D, M, HAS_OFF))
+                b_sibling = _finite(b_above + _log_prob(p_on, p_off, path, depth, row, rank + 1, D, P, M, HAS_OFF))
                 longer = path * 16 + rank  # wraps at the last depth, which has no children
-                child = _finite(score + _log_prob(p_on, p_off, longer, depth + 1, 0, D, M, HAS_OFF))
+                child = _finite(score + _log_prob(p_on, p_off, longer, depth + 1, own_row, 0, D, P, M, HAS_OFF))
                 b_next = tl.where(is_slot, b_sibling, tl.where(is_child, child, b_next))
                 b_rank = tl.where(is_slot, rank + 1, b_rank)
                 b_above = tl.where(is_child, score, b_above)
+                if P > 1:
+                    b_row = tl.where(is_child, own_row, b_row)
                 b_key = tl.where(is_child, (depth - 7).to(tl.int64) * DEPTH + longer, b_key)
             else:
                 budget = num
 
         m_n, is_node = o_n < N, o_n < num
-        b_token = tl.load(ids_ptr + i_b * D * M + (b_depth - 1) * M + b_ranks, mask=is_node, other=0)
+        b_token = tl.load(p_ids + ((b_depth - 1) * P + b_rows) * M + b_ranks, mask=is_node, other=0)
         tl.store(num_nodes_ptr + i_b, num)
         tl.store(tokens_ptr + i_b * N + o_n, b_token.to(tl.int32), mask=m_n)
         tl.store(ranks_ptr + i_b * N + o_n, b_ranks, mask=m_n)
@@ -169,13 +184,14 @@ def allocate(num_requests: int, max_nodes: int, device: torch.device | str) -> D
 
 
 def tree_build(
-    log_probs: torch.Tensor,  # [B, D, m] float32 or float64, most likely first
-    ids: torch.Tensor,  # [B, D, m]
+    log_probs: torch.Tensor,  # [B, D, m] or, with `candidates`, [B, D, P, m]; float32 or float64, most likely first
+    ids: torch.Tensor,  # the same
     budgets: torch.Tensor,  # [B]
     max_nodes: int,  # N: capacity, and the highest possible budget
     *,
     off_chain: torch.Tensor | None = None,  # [B, D, m]
     is_chain_first: bool = False,
+    candidates: torch.Tensor | None = None,  # [B, D, P, m]
     out: DraftTrees | None = None,
 ) -> DraftTrees:
     """Build every request's best tree of at most min(its budget, N) nodes; Triton on a GPU, its plain twin elsewhere.
@@ -183,24 +199,38 @@ def tree_build(
     `top_candidates` makes `log_probs` and `ids` from logits. `adapt.trees.draft_tree` explains `off_chain` and
     `is_chain_first`. The order of candidates isn't checked; one that isn't finite is never drafted.
 
+    Args:
+        candidates: each token's place among its depth's P candidates. The children of a node at place p are row p of the depth
+            below; those of the anchor are row 0.
+
     Raises:
-        ValueError: shapes don't fit each other, or there are more depths, candidates or nodes than a key has room for.
+        ValueError: shapes don't fit each other, or there are more depths, candidates or nodes than a key has room for; or
+            `candidates` is given with an option that it doesn't go with.
     """
     shape = tuple(log_probs.shape)
+    if candidates is not None:
+        if len(shape) != 4 or candidates.shape != shape:
+            raise ValueError(
+                f"tree_build: log-probabilities {list(shape)} and candidates {list(candidates.shape)} aren't both [B, D, P, m]"
+            )
+        if off_chain is not None or is_chain_first:
+            raise ValueError("tree_build: candidates that depend on the one before go without off_chain and is_chain_first")
+        if not 1 <= shape[2] <= MAX_CANDIDATES:
+            raise ValueError(f"tree_build: {shape[2]} predecessors, but it takes 1 to {MAX_CANDIDATES}")
     is_off_fit = off_chain is None or off_chain.shape == shape
-    if len(shape) != 3 or ids.shape != shape or budgets.shape != shape[:1] or not is_off_fit:
+    if len(shape) != (3 if candidates is None else 4) or ids.shape != shape or budgets.shape != shape[:1] or not is_off_fit:
         raise ValueError(
             f"tree_build: log-probabilities {list(shape)}, ids {list(ids.shape)}, budgets {list(budgets.shape)} and off-chain "
             f"{None if off_chain is None else list(off_chain.shape)} don't fit: they are [B, D, m], the same, [B] and the same"
         )
-    limits = (("depths", shape[1], MAX_DEPTHS), ("candidates", shape[2], MAX_CANDIDATES), ("nodes", max_nodes, MAX_NODES))
+    limits = (("depths", shape[1], MAX_DEPTHS), ("candidates", shape[-1], MAX_CANDIDATES), ("nodes", max_nodes, MAX_NODES))
     for what, is_asked, most in limits:
         if not 1 <= is_asked <= most:
             raise ValueError(f"tree_build: {is_asked} {what}, but it takes 1 to {most}: cut the candidates, or the budget")
     trees = allocate(shape[0], max_nodes, log_probs.device) if out is None else out
     if trees.scores.shape != (shape[0], max_nodes):
         raise ValueError(f"tree_build: `out` has room for {list(trees.scores.shape)} nodes, not [{shape[0]}, {max_nodes}]")
-    _tree_build_op(log_probs, ids, budgets, off_chain, is_chain_first, *trees)
+    _tree_build_op(log_probs, ids, budgets, off_chain, is_chain_first, candidates, *trees)
     return trees
 
 
@@ -213,6 +243,7 @@ def _tree_build_op(
     budgets: torch.Tensor,
     off_chain: torch.Tensor | None,
     is_chain_first: bool,
+    candidates: torch.Tensor | None,
     tokens: torch.Tensor,
     ranks: torch.Tensor,
     parents: torch.Tensor,
@@ -223,9 +254,9 @@ def _tree_build_op(
 ) -> None:
     trees = DraftTrees(tokens, ranks, parents, depths, scores, row_masks, num_nodes)
     if log_probs.is_cuda:
-        launch(log_probs, ids, budgets, trees, off_chain, is_chain_first)
+        launch(log_probs, ids, budgets, trees, off_chain, is_chain_first, candidates)
     else:
-        made = reference.tree_build(log_probs, ids, budgets, scores.shape[1], off_chain, is_chain_first)
+        made = reference.tree_build(log_probs, ids, budgets, scores.shape[1], off_chain, is_chain_first, candidates)
         for kept, fresh in zip(trees, made, strict=True):
             kept.copy_(fresh)
 
@@ -242,11 +273,12 @@ def launch(
     trees: DraftTrees,
     off_chain: torch.Tensor | None = None,
     is_chain_first: bool = False,
+    candidates: torch.Tensor | None = None,
 ) -> None:
     """Run the Triton kernel itself (on a GPU, or under Triton's interpreter) into `trees`; arguments as `tree_build`."""
     if triton is None:
         raise RuntimeError("Triton is not installed: pip install triton")
-    num_requests, num_depths, num_candidates = log_probs.shape
+    num_requests, num_depths, num_candidates = log_probs.shape[0], log_probs.shape[1], log_probs.shape[-1]
     max_nodes, num_words = trees.scores.shape[1], trees.row_masks.shape[2]
     assert all(part.is_contiguous() for part in trees), "the kernel writes rows without gaps"
     if not num_requests:
@@ -257,10 +289,12 @@ def launch(
         log_probs,
         log_probs if off_chain is None else off_chain,
         ids.contiguous(),
+        ids if candidates is None else candidates.contiguous(),
         budgets.contiguous(),
         *trees,
         N=max_nodes,
         D=num_depths,
+        P=1 if candidates is None else candidates.shape[2],
         M=num_candidates,
         W=num_words,
         BLOCK=block,

@@ -40,6 +40,7 @@ from tests.e2e.engine import ROOT, RUNNER
                 "test_v2_passes.py",
                 "test_eagle3.py::test_captured_rows_are_fused_ones_of_whole_requests",
                 "test_trees_v2.py",
+                "test_trees_dflash2.py",
                 "test_runner_swaps.py::test_swapped_weights_draft_as_a_fresh_load_does",
             ],
         ),

@@ -62,7 +62,9 @@ def test_tree_build(compiled: list[Any], max_nodes: int, has_options: bool) -> N
     log_probs, ids = torch.zeros(2, 15, 8), torch.zeros(2, 15, 8, dtype=torch.int32)
     trees = tree_build.allocate(2, max_nodes, "cpu")
     tree_build.launch(log_probs, ids, trees.num_nodes, trees, log_probs if has_options else None, has_options)
-    assert compiled[0].metadata.num_warps == 1  # nothing waits for another warp
+    wide = ids[:, :, None].expand(2, 15, 16, 8).contiguous()
+    tree_build.launch(wide.float(), wide, trees.num_nodes, trees, candidates=wide)
+    assert [one.metadata.num_warps for one in compiled] == [1, 1]  # nothing waits for another warp
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])

@@ -34,14 +34,16 @@ def check(
     max_nodes: int,
     off_chain: torch.Tensor | None = None,
     is_chain_first: bool = False,
+    candidates: torch.Tensor | None = None,
 ) -> DraftTrees:
     """Launch the kernel itself, compare with the twin bit by bit, return what the kernel made."""
     ids = (7 * torch.arange(log_probs.numel(), device=DEVICE).view(log_probs.shape) + 3).int()
     made = kernel.allocate(len(log_probs), max_nodes, DEVICE)
     for part in made:
         part.fill_(77)  # what isn't written shows
-    kernel.launch(log_probs, ids, torch.tensor(budgets, device=DEVICE), made, off_chain, is_chain_first)
-    wanted = reference.tree_build(log_probs, ids, torch.tensor(budgets, device=DEVICE), max_nodes, off_chain, is_chain_first)
+    given, options = torch.tensor(budgets, device=DEVICE), (off_chain, is_chain_first, candidates)
+    kernel.launch(log_probs, ids, given, made, *options)
+    wanted = reference.tree_build(log_probs, ids, given, max_nodes, *options)
     for name, got, want in zip(DraftTrees._fields, made, wanted, strict=True):
         assert got.dtype == want.dtype, name
         assert torch.equal(got, want), name
@@ -111,6 +113,18 @@ def test_ties_of_paths_with_high_ranks_and_masks_of_several_words() -> None:
     log_probs[0, 0, :2], log_probs[0, 1], log_probs[0, 2, 0] = 0.0, 0.0, 0.0
     made = check(log_probs, [66], 66)
     assert made.parents[0, 34:].tolist() == list(range(2, 34))
+
+
+@pytest.mark.parametrize(
+    ("depths", "rows", "kept", "max_nodes"), [(1, 1, 1, 1), (3, 2, 2, 9), (7, 16, 8, 31), (16, 3, 3, 40), (5, 16, 16, 33)]
+)
+def test_tokens_that_depend_on_the_one_before(depths: int, rows: int, kept: int, max_nodes: int) -> None:
+    shape = (3, depths, rows, kept)
+    candidates = torch.rand(3, depths, rows, rows, generator=torch.Generator().manual_seed(depths)).argsort(-1)[..., :kept]
+    for values in (None, [0.0, -0.5, -1.0, -INFINITY]):
+        check(
+            table_of(depths, shape, values), [max_nodes, 0, max_nodes // 2], max_nodes, candidates=candidates.int().to(DEVICE)
+        )
 
 
 def test_no_requests() -> None:

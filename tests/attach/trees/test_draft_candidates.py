@@ -43,6 +43,32 @@ def test_candidates_have_their_requests_temperature_and_depths_that_trees_take()
         assert torch.equal(found.ids[request].long(), expected.indices)
 
 
+def test_pairs_have_a_row_for_each_token_of_the_depth_above() -> None:
+    scored, generator = 10, torch.Generator().manual_seed(5)
+    tokens = torch.rand(REQUESTS, STEPS, WORDS, generator=generator).argsort(-1)[..., :scored]
+    scores = torch.randn(REQUESTS, STEPS, scored, scored, generator=generator)
+    drafter = speculator(torch.zeros(1))
+    drafter.top_k, drafter._score_candidates = scored, lambda *_: scores
+    found = DraftCandidates(drafter)
+    found.wrap()
+    assert drafter._score_candidates(tokens, "unary", "states") is scores
+    assert found.has_run
+    assert found.places is not None
+    for request, temperature in ((0, 2.0), (1, 0.5)):
+        for depth in (0, 9, 15):
+            for before in (0, 7):
+                expected = (scores[request, depth, before] / temperature).log_softmax(-1).topk(NUM_CANDIDATES)
+                torch.testing.assert_close(found.log_probs[request, depth, before], expected.values)
+                assert torch.equal(found.places[request, depth, before].long(), expected.indices)
+                assert torch.equal(found.ids[request, depth, before].long(), tokens[request, depth, expected.indices])
+
+
+def test_more_scored_tokens_than_trees_take_are_refused() -> None:
+    drafter = speculator(torch.zeros(1))
+    drafter.top_k = 17
+    assert DraftCandidates(drafter).problem == "the drafter scores 17 tokens a depth, and trees take 16"
+
+
 def test_a_replayed_graph_counts_as_a_pass() -> None:
     drafter = speculator(torch.zeros(REQUESTS * STEPS, WORDS))
     found = DraftCandidates(drafter)

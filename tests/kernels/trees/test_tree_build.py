@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -77,6 +79,54 @@ def test_it_is_the_tree_of_adapt_ties_included(
         assert (made.scores[b, num:] == -np.inf).all()
 
 
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 4), st.integers(1, 40))
+def test_where_tokens_depend_on_the_one_before_it_is_the_likeliest_tree(seed: int, depths: int, rows: int, budget: int) -> None:
+    rng = np.random.default_rng(seed)
+    shares = rng.dirichlet(np.full(rows, 0.7), (depths, rows))  # of each place, below each place
+    order = np.argsort(-shares, axis=-1, kind="stable")
+    log_probs = np.log(np.take_along_axis(shares, order, -1))
+    tokens = np.arange(depths * rows).reshape(depths, 1, rows)
+    made = kernel.tree_build(
+        torch.tensor(log_probs[None]),
+        torch.tensor(np.take_along_axis(np.broadcast_to(tokens, shares.shape), order, -1)[None]),
+        torch.tensor([budget]),
+        budget,
+        candidates=torch.tensor(order[None]),
+    )
+    every: dict[tuple[int, ...], float] = {}
+    for depth in range(1, depths + 1):
+        for path in itertools.product(range(rows), repeat=depth):
+            steps = zip((0, *path[:-1]), path, strict=True)
+            every[path] = sum(np.log(shares[d, before, place]) for d, (before, place) in enumerate(steps))
+    best = sorted(every.values(), reverse=True)[:budget]
+    found, count = list[tuple[int, ...]](), int(made.num_nodes[0])
+    for token, parent in zip(made.tokens[0, :count].tolist(), made.parents[0, :count].tolist(), strict=True):
+        found.append((*(found[parent] if parent != ROOT else ()), token % rows))
+    assert len(set(found)) == len(best)
+    np.testing.assert_allclose(made.scores[0, :count].numpy(), [every[path] for path in found], atol=1e-9)
+    np.testing.assert_allclose(made.scores[0, :count].numpy(), best, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("shape", "candidates", "options", "text"),
+    [
+        ((2, 3, 4), (2, 3, 4), {}, "aren't both"),
+        ((2, 3, 4, 4), (2, 3, 4, 3), {}, "aren't both"),
+        ((2, 3, 17, 4), (2, 3, 17, 4), {}, "17 predecessors"),
+        ((2, 3, 4, 17), (2, 3, 4, 17), {}, "17 candidates"),
+        ((2, 3, 4, 4), (2, 3, 4, 4), {"is_chain_first": True}, "go without"),
+        ((2, 3, 4, 4), None, {}, "don't fit"),
+    ],
+)
+def test_candidates_that_do_not_fit_are_refused(
+    shape: tuple[int, ...], candidates: tuple[int, ...] | None, options: dict[str, bool], text: str
+) -> None:
+    places = None if candidates is None else torch.zeros(candidates)
+    with pytest.raises(ValueError, match=text):
+        kernel.tree_build(torch.zeros(shape), torch.zeros(shape), torch.zeros(2), 8, candidates=places, **options)
+
+
 def test_paths_with_high_ranks_are_compared_as_in_adapt() -> None:
     log_probs = np.full((3, 16), -np.inf)
     log_probs[0, :2], log_probs[1], log_probs[2, 0] = 0.0, 0.0, 0.0
@@ -118,8 +168,8 @@ def test_the_registered_op(is_chain_first: bool) -> None:
     log_probs = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(2)).sort(-1, descending=True).values
     ids, budgets = torch.arange(24).view(2, 3, 4), torch.tensor([5, 2])
     off_chain = log_probs - 0.5 if is_chain_first else None
-    args = (log_probs, ids, budgets, off_chain, is_chain_first, *kernel.allocate(2, 5, "cpu"))
-    for part in args[5:]:
+    args = (log_probs, ids, budgets, off_chain, is_chain_first, None, *kernel.allocate(2, 5, "cpu"))
+    for part in args[6:]:
         part.zero_()
     torch.library.opcheck(torch.ops.honed.tree_build.default, args)
 
