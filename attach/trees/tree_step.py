@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -31,12 +32,12 @@ class TreeStep:
     _tables: dict[int, torch.Tensor] = field(default_factory=dict)
     _followed: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def place(self) -> torch.Tensor:  # [R] int64
         """Place of each row in its request: 0 for an anchor, n + 1 for node n."""
         return self.rows - self.first_row[self.request]
 
-    @property
+    @cached_property
     def depths(self) -> torch.Tensor:  # [R] int64
         """Depth of each row; an anchor has 0."""
         place = self.place
