@@ -29,6 +29,7 @@ FAULTS = (
     "drafts past what a request can take",
     "a drafter's last draft that was never verified",
     "drafts forgotten while a request sat out a step",
+    "a draft tree for drafts that vLLM has forgotten",
     "a step with fewer drafts than were accepted, in a hybrid on a CPU",
     "a drafter that must be asked for all of its tokens",
     # training and weights

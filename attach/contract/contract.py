@@ -475,7 +475,7 @@ TREES: tuple[Clause, ...] = (
     Attributes("config/compilation.py", "CompilationConfig", ("static_forward_context",)),
     Attributes("config/model.py", "ModelConfig", ("enforce_eager",)),
     # V1 with a scheduler that runs ahead
-    Attributes(_V1, "GPUModelRunner", ("use_async_scheduling", "async_output_copy_stream")),
+    Attributes(_V1, "GPUModelRunner", ("use_async_scheduling", "async_output_copy_stream", "prev_positions")),
     Method(_V1, "GPUModelRunner", "_prepare_input_ids", calls=("scatter_",)),
     Method(_V1, "AsyncGPUModelRunnerOutput", "get_output"),
     # V2 (trees/runner_v2.py)

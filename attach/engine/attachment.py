@@ -264,7 +264,7 @@ class Attachment:
                 ids = [request_id for request_id in ids if request_id not in in_prompt]
         if self._last_scheduled is not None:
             padded += output.scheduled_spec_decode_tokens.keys() - self._last_scheduled.keys()
-        if scheduled and self._are_drafts_forgotten:
+        if self._are_drafts_forgotten:  # in an empty step all are
             self._last_scheduled = scheduled if len(self._scheduler.running) > len(scheduled) else None
         if self._undecided == "off":
             self._end_override()

@@ -190,12 +190,15 @@ class TreesV1:
         if growing is None or not scheduled:
             return None
         batch, starts = self._runner.input_batch, self._runner.query_start_loc.np
+        was_in_batch = self._runner.prev_positions.np
         found: list[tuple[str, int, int, int]] = []
         for request_id, drafts in scheduled.items():
             row, index = growing.row_of.get(request_id, -1), batch.req_id_to_index[request_id]
             count = len(drafts)
             is_whole = scheduler_output.num_scheduled_tokens[request_id] == count + 1
-            if row >= 0 and is_whole and (growing.tokens is None or growing.tokens[row][:count] == drafts):
+            # Running ahead, vLLM forgets the drafts of a request that has left the batch since, if only for an empty step.
+            is_known = was_in_batch[index] >= 0 if growing.tokens is None else growing.tokens[row][:count] == drafts
+            if row >= 0 and is_whole and is_known:
                 found.append((request_id, index, int(starts[index]), row))
         if not found:
             return None
@@ -211,9 +214,10 @@ class TreesV1:
     def _move(self, step: TreeStep, offsets: torch.Tensor) -> None:  # [R]
         """Set the positions of tree rows, from their anchors on."""
         runner, anchors = self._runner, step.first_row[step.request]
-        runner.positions[step.rows] = runner.positions[anchors] + offsets
+        moved = runner.positions[anchors] + offsets
         if runner.uses_mrope:
             runner.mrope_positions.gpu[:, step.rows] = runner.mrope_positions.gpu[:, anchors] + offsets
+        runner.positions[step.rows] = moved
 
     # --- verification -------------------------------------------------------------------------------------------------
 
@@ -223,7 +227,7 @@ class TreesV1:
         Should that fail, the first token stays, which no draft can have changed: vLLM drew it from the anchor's row.
         """
         sampled = output.sampled_token_ids
-        sampled[step.batch_index, 1:] = -1
+        sampled[:, 1:].index_fill_(0, step.batch_index, -1)  # indexed, a number would be copied to the device first
         try:
             self._move(step, step.place)
             if logits is None or self.layers.has_failed:

@@ -124,6 +124,26 @@ class TestEngine:
         while self.core.batch_queue:
             self.llm.llm_engine.step()
 
+    def empty_step(self, prompt: str) -> list[Any]:
+        """Pause the engine as `pause_generation(mode="keep")` does, right after a request has left, and let it go on.
+
+        The step in between schedules nothing: vLLM's worker takes all requests out of its batch, and back in afterwards.
+
+        Returns:
+            outputs of requests that ended meanwhile.
+        """
+        from vllm import SamplingParams
+        from vllm.v1.core.sched.interface import PauseState
+
+        self.llm.llm_engine.add_request("leaves", prompt, SamplingParams(max_tokens=8))
+        self.llm.llm_engine.abort_request(["leaves"])
+        self.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        outputs = list[Any]()
+        while self.scheduler.has_requests() or self.core.batch_queue:
+            outputs += self.llm.llm_engine.step()
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+        return [one for one in outputs if one.finished]
+
     def counters(self) -> dict[str, int]:
         """vLLM's own counters of speculative decoding."""
         names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")

@@ -134,7 +134,7 @@ def answered(running: TestEngine, disturb: Callable[[int], None]) -> tuple[list[
 
 
 @pytest.mark.fault("drafts forgotten while a request sat out a step")
-@pytest.mark.parametrize("way", ["sits out a step", "is preempted"])
+@pytest.mark.parametrize("way", ["sits out a step", "is preempted", "an empty step"])
 def test_A4_only_the_drafters_own_drafts_teach_once_a_request(
     attached: TestEngine, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +146,8 @@ def test_A4_only_the_drafters_own_drafts_teach_once_a_request(
     def disturb(step: int) -> None:
         if way == "is preempted" and step in steps:
             scheduler.reset_prefix_cache(reset_running_requests=True)
+        elif way == "an empty step" and step in steps:
+            attached.empty_step(prompts(2)[0])
         elif way == "sits out a step":  # as if others' prompts took the step's tokens
             monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 1 + K if step in steps else whole)
 
@@ -165,7 +167,7 @@ def test_A4_only_the_drafters_own_drafts_teach_once_a_request(
             assert min(row["accepted"], most) == min(same["accepted"], most), "its drafts weren't the drafter's"
             assert not ARE_DRAFTS_KNOWN or row["draft"][:most] == same["draft"][:most]
     assert late, "no request missed a step: this test shows nothing"
-    if RUNNER == "v1-async" and way == "sits out a step":  # its worker has only the drafts of the step before
+    if RUNNER == "v1-async" and way != "is preempted":  # its worker has only the drafts of the step before
         assert all(row["trimmed"] == row["k"] > 0 == row["accepted"] for row in late)
     else:
         assert all(row["trimmed"] == 0 for row in late)

@@ -28,6 +28,7 @@ from tests.e2e.engine import ROOT, RUNNER
                 "test_engine_modes.py::test_a_grammar_holds_where_drafting_stops_and_begins",
                 "test_trees.py::test_tokens_are_those_without_speculation_and_events_are_vllms",
                 "test_trees.py::test_a_grammar_holds_beside_trees",
+                "test_trees.py::test_an_empty_step_between_two_that_draft",
                 "test_trees.py::test_a_failure_costs_acceptance_and_no_token",
                 "test_trees_modes.py::test_split_prompts_and_preempted_requests",
             ],

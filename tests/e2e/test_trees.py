@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.engine import DRAFTER, IS_CUDA, IS_V2, TARGET, K, TestEngine, engine, held_out
+from tests.e2e.device_waits import device_waits, of_honed
+from tests.e2e.engine import DRAFTER, IS_ASYNC, IS_CUDA, IS_V2, TARGET, K, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.swapping import wait_until_compiled, wait_until_written
 from tests.e2e.test_engine_modes import grammar
@@ -196,6 +197,36 @@ def test_a_grammar_holds_beside_trees(trees: TestEngine, references: dict[str, A
     chains = [chain for batch in take_batches(trees) for chain in batch.rounds.chain_tokens]
     assert 0 in chains
     assert max(chains) > 0
+    assert trees.honed.errors.count == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not (IS_CUDA and IS_ASYNC), reason="needs a CUDA device, and a scheduler that runs ahead")
+def test_trees_never_wait_for_the_device(trees: TestEngine) -> None:
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    answers(trees)  # what is set up once is set up
+    with device_waits() as waited:
+        answers(trees)
+    assert of_honed(waited) == []
+
+
+@pytest.mark.fault("a draft tree for drafts that vLLM has forgotten")
+def test_an_empty_step_between_two_that_draft(trees: TestEngine, plain: list[list[int]]) -> None:
+    from vllm import SamplingParams
+
+    set_policy(trees, static_k=15, max_k=SLOTS)
+    llm_engine, ended = trees.llm.llm_engine, list[Any]()
+    for number, prompt in enumerate(PROMPTS):
+        llm_engine.add_request(str(number), prompt, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True))
+    for step in range(1000):
+        ended += [one for one in llm_engine.step() if one.finished]
+        if step % 3 == 2:
+            ended += trees.empty_step(PROMPTS[0])
+        if not llm_engine.has_unfinished_requests():
+            break
+    trees.end_steps()
+    answered = {int(one.request_id): list(one.outputs[0].token_ids) for one in ended if one.request_id != "leaves"}
+    assert answered == dict(enumerate(plain))
     assert trees.honed.errors.count == 0
 
 
