@@ -89,7 +89,7 @@ test-proofs: setup
 	@HONED_TEST_PROOFS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m proof tests/adapt tests/benchmarks
 
 test-trees: setup
-	@echo "== draft trees on running vLLMs, both model runners (v2 without a GPU: under Triton's interpreter), some 20 minutes"
+	@echo "== draft trees on running vLLMs, both model runners (v2 without a GPU: under Triton's interpreter)"
 	@for runner in v1 v1-async v2 v2-async; do \
 	  HONED_TEST_RUNNER=$$runner $(BIN)/python -m pytest tests/e2e/test_trees.py tests/e2e/test_trees_modes.py tests/e2e/test_trees_v2.py \
 	    tests/e2e/test_trees_windows.py tests/e2e/test_trees_hybrid.py tests/e2e/test_trees_dflash2.py \

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from honed.attach.trees.grow import NUM_CANDIDATES
-from honed.kernels.trees.reference import GREEDY_TEMPERATURE, MAX_CANDIDATES, MAX_DEPTHS
+from honed.kernels.trees.reference import MAX_CANDIDATES, MAX_DEPTHS, usable
 from honed.kernels.trees.top_candidates import top_candidates
 
 # Letters: R requests of a pass, M of the largest, D draft tokens, m candidates, V vocabulary, K scored tokens of a depth.
@@ -104,9 +104,7 @@ class DraftCandidates:
         assert self.places is not None
         tokens, scores = tokens[:, : self.depth], scores[:, : self.depth].float()
         rows, kept = len(tokens), min(NUM_CANDIDATES, scores.shape[-1])
-        scale = self._temperatures(rows)
-        scale = torch.where((scale >= GREEDY_TEMPERATURE) & scale.isfinite(), scale, 1.0)
-        found = (scores / scale[:, None, None, None]).log_softmax(-1).topk(kept, -1)
+        found = (scores / usable(self._temperatures(rows))[:, None, None, None]).log_softmax(-1).topk(kept, -1)
         self.log_probs[:rows, ..., :kept] = found.values
         self.ids[:rows, ..., :kept] = tokens[:, :, None].expand_as(scores).gather(-1, found.indices).int()
         self.places[:rows, ..., :kept] = found.indices.int()

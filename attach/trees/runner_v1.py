@@ -245,8 +245,7 @@ class TreesV1:
 
     def _walk(self, step: TreeStep, logits: torch.Tensor) -> Walk:
         drawn = draw(logits, step, self._runner.input_batch.sampling_metadata)
-        num_nodes = torch.minimum(step.num_nodes, step.trees.num_nodes)
-        return walk(step.trees, num_nodes, step.by_request(drawn), self.depth)
+        return walk(step.trees, step.num_verified, step.by_request(drawn), self.depth)
 
     # --- the drafter's pass -------------------------------------------------------------------------------------------
 

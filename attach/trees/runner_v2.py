@@ -317,7 +317,7 @@ class TreesV2:
             if drawn is None:
                 self._num_failures += self.layers.has_failed
                 return output
-            walked = walk(step.trees, torch.minimum(step.num_nodes, step.trees.num_nodes), drawn, self.depth)
+            walked = walk(step.trees, step.num_verified, drawn, self.depth)
             mappings = self._slot_mappings
             assert mappings is not None
             self.layers.compact(step, lambda group: step.slots(mappings[group]), walked.path, walked.num_accepted)

@@ -17,8 +17,7 @@ Told = tuple[list[str], list[torch.Tensor]]
 
 def to_host(step: TreeStep, walked: Walk, side: Any) -> Told:
     """Copy it to the host without waiting, on the stream that carries the step's tokens; None: at once."""
-    num_nodes = torch.minimum(step.num_nodes, step.trees.num_nodes)
-    wanted = [step.trees.parents, step.trees.ranks, num_nodes, walked.path]
+    wanted = [step.trees.parents, step.trees.ranks, step.num_verified, walked.path]
     if not walked.path.is_cuda or side is None:
         return step.request_ids, [tensor.cpu() for tensor in wanted]
     side.wait_stream(torch.cuda.current_stream())

@@ -27,10 +27,20 @@ class TreeStep:
     row_starts: torch.Tensor  # [B + 1] int32
     max_rows: int
     prefix: torch.Tensor  # [B] int32, tokens before the anchor
-    batch_rows: list[int]  # R, each row's request as a place in the runner's batch, on the host
+    _counts: list[tuple[int, int]]  # B, place in the runner's batch and nodes, on the host
     _firsts: dict[int, torch.Tensor] = field(default_factory=dict)
     _tables: dict[int, torch.Tensor] = field(default_factory=dict)
     _followed: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def num_verified(self) -> torch.Tensor:  # [B] int64
+        """Nodes that are verified and real: a tree may have fewer than were scheduled."""
+        return torch.minimum(self.num_nodes, self.trees.num_nodes)
+
+    @property
+    def batch_rows(self) -> list[int]:  # R
+        """Each row's request as a place in the runner's batch, on the host."""
+        return [index for index, count in self._counts for _ in range(count + 1)]
 
     @cached_property
     def place(self) -> torch.Tensor:  # [R] int64
@@ -120,5 +130,5 @@ def tree_step(
         starts.int(),
         max(num_nodes) + 1,
         prefix.int(),
-        [index for index, count in zip(batch_index, num_nodes, strict=True) for _ in range(count + 1)],
+        list(zip(batch_index, num_nodes, strict=True)),
     )

@@ -60,13 +60,19 @@ def top_candidates(
     ids = torch.arange(x.shape[-1], device=x.device)
     kept = ((order << 32) + (_LAST_ID - ids)).topk(num_candidates, dim=-1).values
     top_ids = _LAST_ID - (kept & _LOW_32)
-    scale = torch.ones(len(x), device=x.device) if temperature is None else temperature.float()
-    scale = torch.where((scale >= GREEDY_TEMPERATURE) & (scale < float("inf")), scale, 1.0)[:, None, None]
+    scale = torch.ones(len(x), device=x.device) if temperature is None else usable(temperature)
+    scale = scale[:, None, None]
     best = x.amax(-1, keepdim=True)
     log_sum = ((x - best) / scale).exp().sum(-1, keepdim=True).log()
     log_probs = (x.gather(-1, top_ids) - best) / scale - log_sum
     is_known = log_probs.isfinite()
     return torch.where(is_known, log_probs, float("-inf")), torch.where(is_known, top_ids, 0).int()
+
+
+def usable(temperature: torch.Tensor) -> torch.Tensor:  # [B] -> [B] float32
+    """Replace a temperature that is NaN, infinite or under GREEDY_TEMPERATURE by 1."""
+    scale = temperature.float()
+    return torch.where((scale >= GREEDY_TEMPERATURE) & (scale < float("inf")), scale, 1.0)
 
 
 def tree_build(
