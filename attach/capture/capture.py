@@ -2,7 +2,9 @@
 
 Each of these hazards would silently teach the drafter something false. Each has its remedy here:
 - Rejected drafts have rows too, at the end of a request's slice: `num_rejected` rows are cut off. That count is on the device.
-  So a step's rows are committed when its copy has arrived, one step later on CUDA.
+  So a step's rows are committed when its copy has arrived, one or more steps later on CUDA, and a request's end behind them.
+- Drafts accepted behind a token that ends the answer aren't the answer's, nor is a round that was scheduled before vLLM saw
+  that token: such rows are cut off too (`captured_rows`).
 - The next step overwrites the runner's buffers: rows are gathered on the main stream before control returns.
 - Prefix-cache hits, preemption and late sampling leave holes: a record whose first position isn't the expected one carries
   FLAG_GAP.
@@ -18,6 +20,7 @@ import hashlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +45,7 @@ class Capturer:
     """Decides which requests are captured and moves their rows.
 
     Args:
-        make_ring: (feature_size, feature_dtype) -> the ring; called at the first captured step, and after `begin_anew`.
+        make_ring: (feature_size, feature_dtype) -> the ring; called at the first captured step.
         norm: () -> (weight [H], eps) of a DFlash drafter's `hidden_norm`; None for a drafter whose fused rows aren't normed.
         feature_kind: "fused" or "layers".
         secret: key of this boot's request keys; request ids themselves never reach the ring.
@@ -65,8 +68,8 @@ class Capturer:
         self._retry_at_s = 0.0
         self._drafter_version = ""
         self._requests: dict[str, CapturedRequest] = {}
-        self._ended: list[CapturedRequest] = []
-        self._pending: list[CapturedRows] = []
+        self._pending: deque[CapturedRows | CapturedRequest] = deque()
+        """Rows on their way to the host, in the order of steps; a request stands for its end, behind its rows."""
         self._side: Any = None
         self._compiling: threading.Thread | None = None
 
@@ -88,15 +91,15 @@ class Capturer:
         """Capture this share of the requests that start from now on; 0 stops new ones, running ones go on."""
         self._wanted_share, self._drafter_version = min(max(share, 0.0), 1.0), drafter_version
         self._take_share()
+        self._commit()  # said when the engine becomes idle, too: no step would do it
 
     def label(self, drafter_version: str) -> None:
         """From now on another version drafts."""
         self._drafter_version = drafter_version
 
     def begin_anew(self) -> None:
-        """The target has other weights: drop what running requests still bring, and write later ones' rows to another ring."""
+        """The target has other weights: running requests are of both, so drop what they still bring."""
         self._forget()
-        self.writer.renew()
 
     def _take_share(self) -> None:
         """Capture what is wanted, unless no ring could be made lately."""
@@ -111,11 +114,11 @@ class Capturer:
         for request_id in scheduler_output.finished_req_ids:
             ended = self._requests.pop(request_id, None)
             if ended is not None:
-                self._ended.append(ended)
+                self._pending.append(ended)
         if self.share > 0.0 and self.is_ready:
             for new in scheduler_output.scheduled_new_reqs:
                 self._consider(new)
-        self._tell_ends()
+        self._commit()
 
     def _consider(self, new: Any) -> None:
         params = new.sampling_params
@@ -125,7 +128,7 @@ class Capturer:
         if (known := self._requests.get(new.req_id)) is not None:
             # Back after a preemption, or with more input of a session's client, which must not be taken for the target's words.
             if len(new.prompt_token_ids) > known.prompt_tokens:
-                self._ended.append(self._requests.pop(new.req_id))
+                self._pending.append(self._requests.pop(new.req_id))
             return
         if len(self._requests) >= MOST_CAPTURED:
             return
@@ -141,6 +144,7 @@ class Capturer:
             workload=labels.workload,  # the engine has bounded their number
             prompt_tokens=len(new.prompt_token_ids),
             temperature=float(params.temperature) if params is not None else 0.0,
+            stop_ids=_stop_ids(params),
         )
 
     def on_step(self, view: StepView) -> None:
@@ -211,21 +215,19 @@ class Capturer:
         return CapturedRows(requests, counts, host[0], host[1], host[2], rejected, arrived, version)
 
     def _commit(self) -> None:
+        """Write what has arrived."""
         try:
-            while self._pending and (self._pending[0].arrived is None or self._pending[0].arrived.query()):
-                self.writer.take(self._pending.pop(0))
+            while self._pending and self._pending[0].has_arrived:
+                next_one = self._pending.popleft()
+                if isinstance(next_one, CapturedRows):
+                    self.writer.take(next_one)
+                else:
+                    self.writer.take_end(next_one)
             self.writer.raise_failure()
         except Exception:
             if not self.writer.has_ring:
                 self._give_up()
             raise
-        self._tell_ends()
-
-    def _tell_ends(self) -> None:
-        if self._ended and not self._pending:
-            ended, self._ended = self._ended, []
-            for request in ended:
-                self.writer.take_end(request)
 
     def _give_up(self) -> None:
         """Stop capturing for a while: no ring can be made, usually for lack of room."""
@@ -234,7 +236,6 @@ class Capturer:
 
     def _forget(self) -> None:
         self._requests.clear()
-        self._ended.clear()
         self._pending.clear()
 
 
@@ -245,6 +246,14 @@ def _session(label: str, prompt: list[int]) -> str:
     """
     own = label.encode() if label else np.array(prompt, np.int32).tobytes()
     return hashlib.blake2b(own, digest_size=8, person=b"" if label else b"prompt").hexdigest()
+
+
+def _stop_ids(params: Any) -> frozenset[int]:
+    """Tokens that end a request's answer, as vLLM's `check_stop` reads them."""
+    if params is None:
+        return frozenset()
+    eos = params.eos_token_id
+    return frozenset([*(params.stop_token_ids or ()), *(() if eos is None else (eos,))])
 
 
 def _moved(ids: torch.Tensor, device: torch.device) -> torch.Tensor:

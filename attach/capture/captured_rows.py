@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +36,21 @@ class CapturedRequest:
     workload: str
     prompt_tokens: int
     temperature: float
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end the answer."""
     next_position: int = 0
-    """Used by the writer only."""
+    """Used by the writer only, as what follows."""
+    is_over: bool = False
+    """Whether the answer has ended: vLLM delivers nothing of what its last rounds computed beyond."""
+    has_arrived: ClassVar[bool] = True
+
+    def until_end(self, token_ids: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]) -> int:  # [n], [n]
+        """Count the rows up to the one that ends the answer, and note that it has ended."""
+        if self.is_over:
+            return 0
+        ends = np.flatnonzero(np.isin(token_ids, list(self.stop_ids)) & (positions >= self.prompt_tokens))
+        self.is_over = bool(len(ends))
+        return int(ends[0]) + 1 if self.is_over else len(token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +67,17 @@ class CapturedRows:
     drafter_version: str
     """Version of the weights that computed the features."""
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether they are on the host."""
+        return self.arrived is None or self.arrived.query()
+
 
 class RowWriter:
     """Writes rows in the order in which they were computed.
 
     Args:
-        make_ring: (feature_size, feature_dtype) -> the ring; called for the first rows, and for later ones after `retry` or
-            `renew`.
+        make_ring: (feature_size, feature_dtype) -> the ring; called for the first rows, and for later ones after `retry`.
     """
 
     def __init__(self, make_ring: Callable[[int, str], RingWriter]) -> None:
@@ -68,7 +85,7 @@ class RowWriter:
         self._ring: RingWriter | None = None
         self._is_refused = False
         self._thread: threading.Thread | None = None
-        self._queue: queue.SimpleQueue[CapturedRows | CapturedRequest | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[CapturedRows | CapturedRequest] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_waiting = self._waiting_bytes = 0
         self._failure: Exception | None = None
@@ -92,13 +109,6 @@ class RowWriter:
     def retry(self) -> None:
         """Make a ring again when rows come, though there was no room last time."""
         self._is_refused = False
-
-    def renew(self) -> None:
-        """Write the rows that are taken from now on into another ring."""
-        if self.is_done:
-            self._close()
-        else:
-            self._put(None)
 
     def take(self, rows: CapturedRows, is_apart: bool | None = None) -> None:
         """Write rows that have arrived.
@@ -131,7 +141,7 @@ class RowWriter:
         if failure is not None:
             raise failure
 
-    def _put(self, item: CapturedRows | CapturedRequest | None) -> None:
+    def _put(self, item: CapturedRows | CapturedRequest) -> None:
         with self._lock:
             self._num_waiting += 1
             self._waiting_bytes += _bytes_of(item)
@@ -151,9 +161,7 @@ class RowWriter:
                     self._thread = None
                     return
             try:
-                if item is None:
-                    self._close()
-                elif isinstance(item, CapturedRequest):
+                if isinstance(item, CapturedRequest):
                     self._write_end(item)
                 else:
                     self._write(item)
@@ -164,11 +172,6 @@ class RowWriter:
                     self._num_waiting -= 1
                     self._waiting_bytes -= _bytes_of(item)
                 del item
-
-    def _close(self) -> None:
-        if self._ring is not None:
-            self._ring.close()
-            self._ring = None
 
     def _skip(self, num_rows: int) -> None:
         with self._lock:
@@ -205,11 +208,13 @@ class RowWriter:
         refused: ValueError | OSError | None = None
         for request, count, num_rejected in zip(rows.requests, rows.counts, rejected, strict=True):
             end = begin + count - num_rejected
+            last = begin + request.until_end(token_ids[begin:end], positions[begin:end])
+            is_rejected, end = num_rejected > 0 and last == end, last
             runs = [slice(begin + run.start, begin + run.stop) for run in runs_of(is_finite[begin:end])]
             self.num_nonfinite += end - begin - sum(run.stop - run.start for run in runs)
             begin += count
             for run in runs:
-                flags = FLAG_REJECTED if num_rejected and run.stop == end else 0
+                flags = FLAG_REJECTED if is_rejected and run.stop == end else 0
                 try:
                     self._write_request(request, rows.drafter_version, token_ids[run], positions[run], features[run], flags)
                 except (ValueError, OSError) as error:
@@ -251,7 +256,7 @@ class RowWriter:
         self.num_bytes += features.nbytes
 
 
-def _bytes_of(item: CapturedRows | CapturedRequest | None) -> int:
+def _bytes_of(item: CapturedRows | CapturedRequest) -> int:
     return item.features.nbytes if isinstance(item, CapturedRows) else 0
 
 

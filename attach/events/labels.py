@@ -12,6 +12,8 @@ from typing import Any
 from honed.adapt.protocol.workloads import DEFAULT_WORKLOAD, MAX_LABEL_CHARS
 
 WORKLOAD = "honed_workload"
+_ON = ("1", "1.0", "true", "yes", "on")
+"""What else somebody has written for `honed_capture` was to keep this request out of the training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ def read_labels(sampling_params: Any) -> Labels:
         workload=_text(extra.get(WORKLOAD, ""))[:MAX_LABEL_CHARS] or DEFAULT_WORKLOAD,
         max_draft_tokens=_ceiling(extra.get("honed_max_draft_tokens", -1)),
         session=_text(extra.get("honed_session", "")),
-        is_captured=str(extra.get("honed_capture", 1)).lower() not in ("0", "0.0", "false", "no"),
+        is_captured=str(extra.get("honed_capture", 1)).strip().lower() in _ON,
     )
 
 

@@ -18,7 +18,6 @@ from honed.attach.capture.capture import Capturer
 from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.runner.runner import StepView
 from honed.kernels.capture.reference import context_features
-from honed.recalib.samples.ring_reader import RingReader
 
 H = 8
 
@@ -52,8 +51,11 @@ def capturer(ring: Recorder) -> Capturer:
     return made
 
 
+EOS, STOP = 90, 91
+
+
 def schedule(new: dict[str, list[int]] | None = None, finished: tuple[str, ...] = (), **extra: Any) -> SimpleNamespace:
-    params = SimpleNamespace(temperature=0.5, extra_args=extra or None)
+    params = SimpleNamespace(temperature=0.5, extra_args=extra or None, eos_token_id=EOS, stop_token_ids=[STOP])
     requests = [
         SimpleNamespace(req_id=name, prompt_token_ids=tokens, sampling_params=params, mm_features=[])
         for name, tokens in (new or {}).items()
@@ -217,7 +219,7 @@ def test_where_no_ring_can_be_made_nothing_is_captured_for_a_while(monkeypatch: 
     for number in range(3):
         made.on_schedule(schedule({f"t{number}": [5]}, finished=("r", "s")))
         made.on_step(view({f"t{number}": [(0, 5)]}))
-    assert (len(tries), made.share, made._requests, made._ended, made._pending) == (1, 0.0, {}, [], [])
+    assert (len(tries), made.share, made._requests, list(made._pending)) == (1, 0.0, {}, [])
     assert made.writer.num_skipped == 2
     monkeypatch.setattr("honed.attach.capture.capture.time.monotonic", lambda: 1e12)
     made.set_share(1.0, "v1")
@@ -241,26 +243,69 @@ def test_a_real_ring_takes_what_the_capturer_writes(tmp_path: Path) -> None:
     assert capturer.writer.num_rows == 2
 
 
-def test_rows_of_an_updated_target_are_in_another_ring(tmp_path: Path) -> None:
-    """Those of requests that run during the update are of both: they are dropped."""
-    path, targets = tmp_path / "ring", iter((3, 4))
-    capturer = Capturer(
-        lambda size, dtype: RingWriter(path, 1 << 20, size, dtype, target=next(targets)),
-        lambda: (torch.ones(H), 1e-6),
-        "fused",
-        b"key",
-    )
-    capturer.set_share(1.0, "v1")
-    reader, seen = RingReader(path), []
+def test_what_runs_while_the_target_is_updated_is_dropped(capturer: Capturer, ring: Recorder) -> None:
+    """Its rows are of both targets."""
     for token in (5, 8):
         capturer.on_schedule(schedule({f"r{token}": [token]}))
         capturer.on_step(view({f"r{token}": [(0, token)]}))
         capturer.begin_anew()
         capturer.on_step(view({f"r{token}": [(1, token + 1)]}))
-        records = [record for _ in range(2) for record in reader.poll().records]
-        assert reader.header is not None
-        seen.append((reader.header.target, [record.token_ids.tolist() for record in records]))
-    assert seen == [(3, [[5]]), (4, [[8]])]
+    assert [row["tokens"] for row in ring.rows] == [[5], [8]]
+
+
+class LateEvent:
+    """Has passed once the given number of steps were begun after it, as copies from a GPU arrive beside later steps."""
+
+    def __init__(self, clock: list[int], steps: int) -> None:
+        self._clock, self._due = clock, clock[0] + steps
+
+    def query(self) -> bool:
+        return self._clock[0] >= self._due
+
+
+@pytest.mark.fault("no request ends while steps are captured")
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_ends_are_told_behind_the_last_rows_though_these_arrive_late(
+    capturer: Capturer, ring: Recorder, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy server has no step without captured rows, so there are always some under way."""
+    clock, to_host = [0], capturer._to_host
+    monkeypatch.setattr(capturer, "_to_host", lambda *given: replace(to_host(*given), arrived=LateEvent(clock, steps)))
+
+    def step(number: int, finished: tuple[str, ...]) -> None:
+        clock[0] += 1
+        capturer.on_schedule(schedule({f"r{number}": [number, 6]}, finished))
+        capturer.on_step(view({f"r{number - 1}": [(2, 7)], f"r{number}": [(0, number), (1, 6)]}))
+
+    for number in range(1, 41):
+        step(number, (f"r{number - 2}",) if number > 2 else ())
+    written_by = time.monotonic() + 30
+    while not capturer.writer.is_done:
+        assert time.monotonic() < written_by
+    first = [row["request"] for row in ring.rows if row["first"] == 0]
+    assert ring.ended == first[: len(ring.ended)]
+    assert len(ring.ended) >= 38 - steps
+    clock[0] += steps
+    capturer.on_schedule(schedule(finished=("r39", "r40")))
+    capturer.set_share(1.0, "v1")  # said when the engine becomes idle
+    while not capturer.writer.is_done:
+        assert time.monotonic() < written_by
+    assert ring.ended == [row["request"] for row in ring.rows if row["first"] == 0]
+    assert len(ring.rows) == 79
+
+
+@pytest.mark.fault("what vLLM computed behind the answer's end captured as the target's words")
+@pytest.mark.parametrize("end", [EOS, STOP])
+def test_nothing_is_taken_from_behind_the_token_that_ends_an_answer(capturer: Capturer, ring: Recorder, end: int) -> None:
+    """Accepted drafts behind it, and a round that was scheduled before vLLM saw it. A prompt may contain such tokens."""
+    capturer.on_schedule(schedule({"x": [5, end, 6]}))
+    capturer.on_step(view({"x": [(0, 5), (1, end), (2, 6)]}))
+    capturer.on_step(view({"x": [(3, 9), (4, end), (5, end), (6, 8)]}, rejected=[1]))
+    capturer.on_step(view({"x": [(6, end), (7, end)]}, rejected=[0]))
+    capturer.on_schedule(schedule(finished=("x",)))
+    assert [row["tokens"] for row in ring.rows] == [[5, end, 6], [9, end]]
+    assert ring.rows[-1]["flags"] == 0, "no draft before the end was rejected"
+    assert len(ring.ended) == 1
 
 
 @pytest.mark.gpu

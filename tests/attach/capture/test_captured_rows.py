@@ -85,22 +85,6 @@ def test_rows_and_ends_come_in_order(is_apart: bool) -> None:
     assert (writer.num_rows, writer.num_bytes, writer.num_skipped) == (5, 5 * H * 4, 0)
 
 
-def test_another_ring_gets_what_comes_after_and_nothing_that_still_waits() -> None:
-    rings = [Ring(), Ring()]
-    later = iter(rings)
-    writer = RowWriter(lambda size, dtype: next(later))  # type: ignore[arg-type, return-value]
-    rings[0].may_go.clear()
-    writer.take(rows(request("x"), 0, 1), True)
-    writer.renew()
-    writer.take(rows(request("y"), 0, 1), True)
-    rings[0].may_go.set()
-    wait(writer)
-    assert rings[0].seen == ["x@0", "closed"]
-    writer.renew()
-    assert not writer.has_ring
-    assert rings[1].seen == ["y@0", "closed"]
-
-
 def test_nobody_waits_for_the_ring() -> None:
     ring, a = Ring(), request("a")
     writer = RowWriter(lambda size, dtype: ring)  # type: ignore[arg-type, return-value]

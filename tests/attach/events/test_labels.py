@@ -25,6 +25,15 @@ def test_labels_are_read() -> None:
     assert labels == Labels("chat", 3, "17", is_captured=False)
 
 
+@pytest.mark.fault("a mistyped opt-out that is captured")
+@pytest.mark.parametrize(
+    ("value", "is_captured"),
+    [(1, True), (1.0, True), (True, True), ("Yes", True), (0, False), ("no", False), ("off", False), ("flase", False)],
+)
+def test_only_a_clear_yes_is_captured(value: object, is_captured: bool) -> None:
+    assert read_labels(params(honed_capture=value)).is_captured == is_captured
+
+
 @pytest.mark.parametrize("ceiling", ["three", None, [1], {}, float("nan"), float("inf"), -5])
 def test_a_ceiling_that_is_no_number_is_none(ceiling: Any) -> None:
     assert read_labels(params(honed_max_draft_tokens=ceiling)).max_draft_tokens == -1
