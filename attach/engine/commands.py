@@ -199,10 +199,13 @@ class CommandRunner:
         began_ns = time.monotonic_ns()
         figures = self._copy(version, turns is not None)
         pause_ms = (time.monotonic_ns() - began_ns) / 1e6
-        self._staging, self._lease, self._is_foreign = None, None, False
+        before, self._lease = self._lease, None
+        self._staging, self._is_foreign = None, False
         if turns is not None:
-            is_home = turns.home_version == version
-            self._lease = _Lease(time.monotonic() + turns.lease_s, turns.home_version, is_home, command.drops_cache)
+            home = turns.home_version
+            # A renewal brings what serves already, and so drops nothing itself.
+            drops = command.drops_cache or (before is not None and before.home_version == home and before.drops_cache)
+            self._lease = _Lease(time.monotonic() + turns.lease_s, home, home == version, drops)
         self._on_swapped(version, command.drops_cache)
         steps = [f"{f['step']:.0f}" for f in figures if "step" in f]
         logger.info("honed: drafter version %s serves; steps of each rank before it: %s", version, " ".join(steps))
@@ -277,6 +280,7 @@ class _Lease(NamedTuple):
     is_home: bool
     """Whether that one serves in this turn: then the weights held beside it are all that the lease is about."""
     drops_cache: bool
+    """Whether the two versions can't use each other's cached keys and values."""
 
 
 def _staged_together(command: wire.SwapCommand) -> list[tuple[str, str, str]]:

@@ -11,6 +11,8 @@ served target and the daemon; it trains nothing. It checks what each step needs 
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +31,8 @@ WORKLOAD = "calibration"
 REGISTERED = ("canary", "swapping", "watching", "done")
 """Stages of an operation whose version is in the registry."""
 MAX_FAILED_SHARE = 0.1
+MOST_FAILING = 0.01
+"""Chance that too few sessions are held out of the fewest that are accepted."""
 STUCK_S = 60.0
 """Collecting for this long after all prompts were answered: no more will come."""
 STEADY_S, STEADY_TIMES = 1.2, 25
@@ -154,13 +158,29 @@ def check_enough(found: Fitting, max_tokens: int, needed: Needed) -> None:
             cure="Give more prompts, or a larger --max-tokens; trainer.min_training_tokens is the minimum.",
             exit_code=EXIT_USAGE,
         )
-    if sessions * needed.held_out_share < needed.min_sessions:
-        least = int(needed.min_sessions / needed.held_out_share) + 1 if needed.held_out_share else 0
+    if needed.held_out_share <= 0.0:
         raise CalibrationError(
-            f"of {sessions} sessions {needed.held_out_share:.0%} are held out; a comparison needs {needed.min_sessions}",
+            "no session is held out, so nothing can be compared",
+            cure="Set trainer.held_out_share above 0.",
+            exit_code=EXIT_USAGE,
+        )
+    least = sessions_for(needed.min_sessions, needed.held_out_share)
+    if sessions < least:
+        raise CalibrationError(
+            f"of {sessions} sessions about {needed.held_out_share:.0%} are held out, by a hash; a comparison needs "
+            f"{needed.min_sessions}, which fewer than {least} sessions may not give",
             cure=f"Give prompts of at least {least} sessions; each prompt is a session unless its line names one.",
             exit_code=EXIT_USAGE,
         )
+
+
+def sessions_for(held_out: int, share: float) -> int:
+    """Sessions of which so many are held out with a probability of 99 %, each with this share as its own."""
+
+    def fails(count: int) -> float:
+        return sum(math.comb(count, k) * share**k * (1.0 - share) ** (count - k) for k in range(held_out))
+
+    return next(count for count in itertools.count(math.ceil(held_out / share)) if fails(count) <= MOST_FAILING)
 
 
 def labels(prompt: Prompt) -> Mapping[str, str | int]:

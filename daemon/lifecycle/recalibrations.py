@@ -124,6 +124,7 @@ class Recalibrations:
                 f"{trial.canary.new} is on trial against {trial.canary.old}",
                 cure=f"`honed canary` shows its progress, `honed cancel {tried}` or `honed rollback` ends it.",
             )
+        self._rollout.check_no_swap()
         if not self._trainer.is_connected:
             raise ConflictError("no trainer is connected", cure=START_TRAINER)
         engine = self._eligible.capturing(engine_id)

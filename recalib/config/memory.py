@@ -74,10 +74,9 @@ def estimate(
     num_frozen, num_trained = count_parameters(config, settings)
     blocks = settings.anchors_per_micro_step
     embedding = config.vocab_size * config.hidden_size * shared_bytes
+    heads = 0 if is_head_tied else embedding
     if config.draft_vocab_size is not None:  # the drafter's own head, its parent's, and the target's rows of its words
-        heads = 3 * config.draft_vocab_size * config.hidden_size * FLOAT
-    else:
-        heads = 0 if is_head_tied else embedding
+        heads += 3 * config.draft_vocab_size * config.hidden_size * FLOAT
     experts = config.mtp.experts if config.mtp else None
     if experts is not None:
         heads += 3 * experts.count * experts.intermediate_size * config.hidden_size * shared_bytes

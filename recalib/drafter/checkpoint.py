@@ -267,9 +267,9 @@ def load_drafter(
     head = head or load_target_head(target_dir, config)
     check_pair(config, head, folder, Path(target_dir))
     stored = stored_names(folder)
-    shared = {own: read_tensors(folder, [own])[own] for own in OWN_SHARED_NAMES if own in stored.values()}
     embed_tokens, lm_head = (
-        shared.get(name, of_target) for name, of_target in zip(OWN_SHARED_NAMES, (head.embed_tokens, head.lm_head), strict=True)
+        _own_or(of_target, folder, name) if name in stored.values() else of_target
+        for name, of_target in zip(OWN_SHARED_NAMES, (head.embed_tokens, head.lm_head), strict=True)
     )
     if lm_head.shape != (config.num_words, config.hidden_size):
         raise CheckpointError(
@@ -294,6 +294,14 @@ def load_drafter(
         assert isinstance(drafter, MtpDrafter)
         drafter.take_experts(*head.experts)
     return drafter
+
+
+def _own_or(of_target: Tensor, folder: Path, name: str) -> Tensor:
+    """A drafter's own embedding or head; the target's where it is a copy of that, as many are: it takes gigabytes."""
+    own = read_tensors(folder, [name])[name]
+    if own.shape == of_target.shape and torch.equal(own.to(of_target.device, of_target.dtype), of_target):
+        return of_target
+    return own
 
 
 def kind_of(config: DrafterConfig) -> type[Drafter]:

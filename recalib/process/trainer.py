@@ -215,7 +215,6 @@ class Trainer:
         result = self._last_result = self._operation.result
         self._operation = None
         self._traffic.freeze(False)
-        give_back()
         self._link.send(result)
         log.info(
             "operation ends",
@@ -226,6 +225,7 @@ class Trainer:
             steps=result.steps,
             train_seconds=round(result.train_seconds, 3),
         )
+        give_back()  # last: where CUDA has failed this fails, too, and ends the process
 
     def _wait_s(self) -> float:
         if self._operation is None:

@@ -193,9 +193,12 @@ def test_a_checksum_takes_in_no_more_than_is_hashed_meanwhile(monkeypatch: pytes
     assert [result.ok for result in harness.results] == [True]
 
 
-def turn(harness: Harness, command_id: str, version: str, beside: str, home: str, lease_s: float = 60.0) -> None:
+def turn(
+    harness: Harness, command_id: str, version: str, beside: str, home: str, lease_s: float = 60.0, drops_cache: bool = False
+) -> None:
     weights = wire.DrafterWeights(version=beside, path="/y")
-    harness.swap(command_id, version, turns=wire.Turns(beside=weights, home_version=home, lease_s=lease_s))
+    turns = wire.Turns(beside=weights, home_version=home, lease_s=lease_s)
+    harness.swap(command_id, version, drops_cache=drops_cache, turns=turns)
 
 
 def test_versions_that_take_turns_are_staged_together_and_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,6 +353,22 @@ def test_further_word_from_the_daemon_renews_or_ends_the_lease(next_version: str
     now[0] += 50.0
     harness.run()
     assert harness.swapped[-1] == (next_version, False)
+
+
+@pytest.mark.fault("a renewed lease that goes home with the other version's cache")
+def test_after_a_renewal_too_going_home_drops_the_other_version_s_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("honed.attach.engine.commands.time.monotonic", lambda: now[0])
+    harness = Harness(Ranks([["", ""]]), monkeypatch)
+    turn(harness, "1", "v2", "v1", "v1", drops_cache=True)
+    harness.run()
+    for number in range(2, 5):
+        now[0] += 50.0
+        turn(harness, str(number), "v2", "v1", "v1", drops_cache=False)
+        harness.run()
+    now[0] += 61.0
+    harness.run()
+    assert harness.swapped[-1] == ("v1", True)
 
 
 def test_what_the_daemon_says_of_the_cache_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import structlog
 from click.testing import Result
 from typer.testing import CliRunner
 
 from honed.adapt.protocol import wire
-from honed.daemon.calibration.calibrate import STUCK_S, CalibrationError, until_registered
+from honed.daemon.calibration.calibrate import STUCK_S, CalibrationError, sessions_for, until_registered
 from honed.daemon.client.client import AdminClient
 from honed.daemon.commands.main import app
 from honed.daemon.process.serve import start
@@ -31,6 +32,7 @@ from tests.daemon.served_model import ServedModel, serving_model
 from tests.tools import ROOT
 
 ROWS_PER_ANSWER = 100
+NUM_PROMPTS = 64
 
 
 @dataclass
@@ -113,7 +115,7 @@ def site(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         )
         model.on_answer = lambda: made.shares.append(made.share)
         made.prompts = tmp_path / "prompts.jsonl"
-        made.prompts.write_text("".join(f'{{"prompt": "{"word " * 200}{i}", "class": "code"}}\n' for i in range(40)))
+        made.prompts.write_text("".join(f'{{"prompt": "{"word " * 200}{i}", "class": "code"}}\n' for i in range(NUM_PROMPTS)))
         is_over = threading.Event()
 
         def keep_working() -> None:
@@ -140,12 +142,12 @@ def test_prompts_are_played_captured_and_learnt_from(site: Site) -> None:
     assert found["version"] == site.registry.versions()[-1].version != site.first
     assert found["collected"] | {"seconds": 0} == {
         "engine_id": "engine-0",
-        "captured_rows": 40 * ROWS_PER_ANSWER,
+        "captured_rows": NUM_PROMPTS * ROWS_PER_ANSWER,
         "lost_records": 0,
-        "prompts": 40,
+        "prompts": NUM_PROMPTS,
         "failed": 0,
-        "prompt_tokens": 40 * 201,
-        "completion_tokens": 40 * 50,
+        "prompt_tokens": NUM_PROMPTS * 201,
+        "completion_tokens": NUM_PROMPTS * 50,
         "seconds": 0,
     }
     assert found["operation"]["stage"] == "canary"
@@ -154,7 +156,7 @@ def test_prompts_are_played_captured_and_learnt_from(site: Site) -> None:
     for body in site.model.asked:
         assert (body["max_tokens"], body["temperature"], body["top_p"]) == (50, 0.8, 0.9)
         assert body["vllm_xargs"]["honed_workload"] == "code"
-    assert len({body["vllm_xargs"]["honed_session"] for body in site.model.asked}) == 40
+    assert len({body["vllm_xargs"]["honed_session"] for body in site.model.asked}) == NUM_PROMPTS
     assert overrides(site) == []
 
 
@@ -187,13 +189,22 @@ def test_what_the_gate_refuses_ends_with_1_and_its_figures(site: Site) -> None:
 
 
 def test_too_few_prompts_are_refused_before_any_is_played(site: Site) -> None:
-    few = site.run("--limit", 12)
+    few = site.run("--limit", 60)
     assert few.exit_code == 2
     assert "a comparison needs 6" in few.stderr
-    short = site.run("--max-tokens", 20)
+    short = site.run("--max-tokens", 15)
     assert short.exit_code == 2
-    assert "at most 608 tokens for training, 1,000 are needed" in short.stderr
+    assert "at most 716 tokens for training, 1,000 are needed" in short.stderr
     assert site.model.asked == []
+
+
+@pytest.mark.parametrize(("held_out", "share"), [(6, 0.2), (8, 0.2), (6, 0.5), (6, 1.0), (1, 0.01)])
+def test_enough_sessions_are_asked_for_that_enough_of_them_are_held_out(held_out: int, share: float) -> None:
+    """30 at a fifth fell short in two of five cases, after all prompts had been played."""
+    least, rng = sessions_for(held_out, share), np.random.default_rng(0)
+    assert (rng.binomial(least, share, 100_000) < held_out).mean() == pytest.approx(0.01, abs=0.01)
+    if share < 1.0:
+        assert (rng.binomial(least - 1, share, 100_000) < held_out).mean() > 0.008
 
 
 def test_prompts_that_do_not_fit_are_left_out_and_named(site: Site) -> None:
@@ -203,8 +214,8 @@ def test_prompts_that_do_not_fit_are_left_out_and_named(site: Site) -> None:
     site.prompts.write_text(site.prompts.read_text() + json.dumps({"prompt": "word " * 1000}) + "\n")
     done = site.run("--max-tokens", 50, "--json")
     assert done.exit_code == 0, done.output
-    assert "1 prompts don't fit the server's context and are left out: 41" in done.stderr
-    assert len(site.model.asked) == 40
+    assert f"1 prompts don't fit the server's context and are left out: {NUM_PROMPTS + 1}" in done.stderr
+    assert len(site.model.asked) == NUM_PROMPTS
 
 
 def test_another_server_than_the_engine_s_is_noticed(site: Site) -> None:
@@ -220,8 +231,8 @@ def test_records_that_the_ring_lost_are_told(site: Site) -> None:
     site.loses = True
     done = site.run("--max-tokens", 50, "--json")
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["collected"]["lost_records"] == 40
-    assert "40 records were overwritten before they were read" in done.stderr
+    assert json.loads(done.stdout)["collected"]["lost_records"] == NUM_PROMPTS
+    assert f"{NUM_PROMPTS} records were overwritten before they were read" in done.stderr
     assert "HONED_RING_BYTES" in done.stderr
 
 
@@ -232,12 +243,12 @@ def test_a_few_prompts_may_fail_but_not_many(site: Site) -> None:
     done = site.run("--max-tokens", 50, "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["collected"]["failed"] == 1
-    site.prompts.write_text("\n".join([*lines, *[refused] * 6]) + "\n")
+    site.prompts.write_text("\n".join([*lines, *[refused] * 9]) + "\n")
     with AdminClient(site.admin) as client:
         client.post(f"/v1/operations/{json.loads(done.stdout)['operation']['operation_id']}:cancel")
     many = site.run("--max-tokens", 50)
     assert many.exit_code == 1
-    assert "6 of 46 prompts failed; the first: line 41: HTTP 400: I don't like this prompt" in many.stderr
+    assert f"9 of {NUM_PROMPTS + 9} prompts failed; the first: line {NUM_PROMPTS + 1}: HTTP 400: I don't" in many.stderr
 
 
 def test_what_stands_in_the_way_is_said_before_any_prompt_is_played(site: Site) -> None:

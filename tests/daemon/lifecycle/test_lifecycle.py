@@ -206,6 +206,17 @@ def test_a_pair_that_cannot_be_trained_is_refused_with_the_engine_s_reasons(stag
     assert stage.client.get("/v1/engines").json()[0]["untrained"] == reasons
 
 
+def test_no_recalibration_begins_while_a_version_is_swapped_in(stage: Stage) -> None:
+    """It would train in full, and then find that its parent isn't active any more."""
+    operation_id = stage.promote(stage.version(1.0), answer=False)
+    refused = stage.client.post("/v1/recalibrations", json={})
+    assert refused.status_code == 409
+    assert f"operation {operation_id} is swapping a drafter" in refused.json()["detail"]
+    stage.engine.answer_swap()
+    stage.wait_state(operation_id, "succeeded")
+    stage.recalibrate()
+
+
 def test_what_vllm_threw_away_in_its_sleep_is_brought_back(stage: Stage) -> None:
     stage.engine.send_status(drafter_version=stage.first, is_asleep=True)
     wait_for(lambda: stage.client.get("/v1/engines").json()[0]["asleep"], "the status")

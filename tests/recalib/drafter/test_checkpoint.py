@@ -173,6 +173,19 @@ def test_an_embedding_of_its_own_is_used_and_kept_as_it_is(drafter_dir: Path, ta
     assert all(torch.equal(written[name], tensor) and written[name].dtype == tensor.dtype for name, tensor in own.items())
 
 
+def test_a_copy_of_the_targets_embedding_is_held_once(drafter_dir: Path, target_dir: Path, tmp_path: Path) -> None:
+    """Two more of it, in float32, are gigabytes that no estimate counts."""
+    head = load_target_head(target_dir, load_drafter(drafter_dir, target_dir).config)
+    head = head.to(torch.device("cpu"), torch.bfloat16)
+    rename(drafter_dir, {}, {"embed_tokens.weight": head.embed_tokens.clone(), "lm_head.weight": head.lm_head.clone()})
+    drafter = load_drafter(drafter_dir, target_dir, head)
+    assert drafter.embed_tokens is head.embed_tokens
+    assert drafter.lm_head is head.lm_head
+    assert drafter.goal_head is None
+    written = load_file(save_drafter(drafter, tmp_path / "copy", drafter_dir))
+    assert torch.equal(written["embed_tokens.weight"], head.embed_tokens)
+
+
 @pytest.mark.parametrize("layout", ["z-lab", "speculators"])
 def test_both_layouts_are_written_and_read(
     layout: Literal["z-lab", "speculators"], drafter_dir: Path, target_dir: Path, tmp_path: Path
