@@ -19,7 +19,7 @@ from honed.daemon.doctor.check import Check
 from honed.daemon.doctor.vllm_command import VllmCommand
 from honed.daemon.doctor.vllm_processes import VllmProcess
 from honed.daemon.install.drafter_config import draft_tokens_of
-from honed.daemon.install.vllm_args import SCHEDULER, WORKER_EXTENSION
+from honed.daemon.install.vllm_args import MOST_TREE_SLOTS, SCHEDULER, WORKER_EXTENSION
 from honed.recalib.config.speculators import flat
 
 PLUGIN = "honed"
@@ -48,17 +48,21 @@ def check_environment(environment: Mapping[str, str], subject: str) -> Iterator[
         yield Check(subject, "error", f"honed doesn't attach: {fault}", "Set it so in vLLM's environment, and restart vLLM.")
 
 
-def check_command(command: VllmCommand, subject: str, read_config: ReadConfig, *, has_trees: bool = False) -> Iterator[Check]:
+def check_command(
+    command: VllmCommand, subject: str, read_config: ReadConfig, *, has_trees: bool | None = False
+) -> Iterator[Check]:
     """Check a command's flags and its drafter.
 
     Args:
-        has_trees: HONED_TREES is set for it.
+        has_trees: HONED_TREES is set for it; None: unknown.
     """
     target = read_config(command.model) if command.model else None
     drafter = read_config(command.drafter) if command.drafter else None
     found = [*_attaches(command, subject), *_speculates(command, subject), *_trains(command, subject, target, drafter)]
-    if not has_trees and drafter is not None:
+    if has_trees is False and drafter is not None:
         found += _fits_block(command, subject, drafter)
+    if has_trees:
+        found += _fits_trees(command, subject, drafter)
     yield from found
     if command.is_model_named_twice:
         text = f"names a model twice: once with --model ({command.model}), once without. vLLM refuses that"
@@ -143,7 +147,7 @@ def check_process(
             f"{_join(group)}, then restart vLLM: it reads groups at its start.",
         )
     yield from check_registry(process, registry, subject)
-    has_trees = process.environment is None or wants_trees(process.environment)
+    has_trees = None if process.environment is None else wants_trees(process.environment)
     yield from check_command(process.command, subject, read_config, has_trees=has_trees)
 
 
@@ -260,6 +264,26 @@ def _fits_block(command: VllmCommand, subject: str, drafter: dict[str, Any]) -> 
         text = f"drafts {slots} tokens, but the drafter's block has {made_for}: those beyond are hardly ever accepted"
         trees = "; or HONED_TREES=1 for vLLM, if they are slots for draft trees" if command.method == "dflash" else ""
         yield Check(subject, "warning", text, f"Set num_speculative_tokens to {made_for}{trees}.")
+
+
+def _fits_trees(command: VllmCommand, subject: str, drafter: dict[str, Any] | None) -> Iterator[Check]:
+    """What a command tells of draft trees. Of the rest `honed engines` says why there are none."""
+    slots, chain = command.speculative.get("num_speculative_tokens"), draft_tokens_of(command.drafter, drafter)
+    parallel, reason, cure = command.pipeline_parallel_size * command.tensor_parallel_size, "", "Leave HONED_TREES out."
+    if command.method != "dflash":
+        reason = "trees grow from DFlash and DFlash2 drafters only"
+    elif parallel > 1:
+        reason = f"there are {parallel} ranks"
+    elif command.speculative.get("enable_adaptive_verification"):
+        reason, cure = "vLLM's own adaptive verification is on", "Leave one of the two out."
+    elif isinstance(slots, int) and slots > MOST_TREE_SLOTS:
+        reason = f"{slots} slots, but vLLM's V1 sampler takes {MOST_TREE_SLOTS} drafts a request at most"
+        cure = f"Set num_speculative_tokens to {MOST_TREE_SLOTS} or less."
+    elif isinstance(slots, int) and 0 < slots <= chain:
+        reason = f"{slots} slots hold no more than the drafter's chain of {chain}"
+        cure = f"Set num_speculative_tokens above {chain}, or leave HONED_TREES out."
+    if reason:
+        yield Check(subject, "warning", f"HONED_TREES is set, but it verifies chains only: {reason}", cure)
 
 
 def _attaches(command: VllmCommand, subject: str) -> Iterator[Check]:

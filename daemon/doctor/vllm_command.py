@@ -33,6 +33,7 @@ class VllmCommand:
     speculative: dict[str, Any] = field(default_factory=dict)
     is_lora: bool = False
     pipeline_parallel_size: int = 1
+    tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.0
     max_model_len: int = 0
     config_file: str = ""
@@ -103,6 +104,7 @@ def parse(words: Sequence[str]) -> VllmCommand:
         speculative=speculative,
         is_lora="--enable-lora" in values,
         pipeline_parallel_size=int(_number(values.get("--pipeline-parallel-size", ""), 1)),
+        tensor_parallel_size=int(_number(values.get("--tensor-parallel-size", ""), 1)),
         gpu_memory_utilization=_number(values.get("--gpu-memory-utilization", ""), 0.0),
         max_model_len=int(_number(values.get("--max-model-len", ""), 0)),
         config_file=values.get("--config", ""),

@@ -33,6 +33,8 @@ LIMITS = (
     "vLLM's Python environment must also hold honed, and the user that runs vLLM must be in the daemon's group",
 )
 
+METHODS = ("dflash", "dspark", "eagle3", "mtp")
+"""Those that a drafter's config.json tells."""
 MOST_TREE_SLOTS = 128
 """Of vLLM 0.32's `v1/sample/rejection_sampler.py`, MAX_SPEC_LEN."""
 Format = Literal["shell", "systemd", "json"]
@@ -82,8 +84,8 @@ def make(
         tree_slots: most nodes of a draft tree, in the place of K; 0: no trees. Needs `drafter`.
 
     Raises:
-        ValueError: an engine can't have such an id; K is neither given nor known; graphs don't fit; trees of another drafter
-            than DFlash's.
+        ValueError: an engine can't have such an id; K is neither given nor known, or isn't the drafter's; graphs don't fit;
+            trees of another drafter than DFlash's, or with too few slots.
     """
     environment = {"HONED_RUNTIME_DIR": str(runtime_dir)}
     if engine_id:
@@ -92,20 +94,35 @@ def make(
     flags = ["--model", model] if model else []
     if (graphs or tree_slots) and not drafter and not method:
         raise ValueError("graphs and tree slots are part of --speculative-config: give --drafter or --method too")
+    if tree_slots and num_draft_tokens:
+        raise ValueError("trees' slots take the place of draft tokens: give one of --tree-slots and --draft-tokens")
+    if method in ("dflash", "dspark", "eagle", "eagle3") and not drafter:
+        raise ValueError(f"method {method} drafts with a checkpoint of its own: give --drafter too")
     if tree_slots > MOST_TREE_SLOTS:
         raise ValueError(f"{tree_slots} tree slots, but vLLM's V1 sampler takes {MOST_TREE_SLOTS} drafts a request at most")
     if drafter or method:
         raw, unknown = None, ""
-        if drafter and not (method and (tree_slots or num_draft_tokens)):
+        if drafter and (not method or not (tree_slots or num_draft_tokens) or Path(drafter).is_dir()):
             try:
                 raw = read(drafter)
             except ValueError as error:
                 unknown = str(error)
         method = method or method_of(drafter, raw)
+        made_for = method_of(drafter, raw) if raw is not None else method
+        is_sure = made_for != "dflash" or draft_tokens_of(drafter, raw) > 0  # "dflash" is also what is unknown
+        if method in METHODS and method != made_for and is_sure:
+            raise ValueError(f"{drafter!r} is a drafter for method {made_for}, not for {method}: leave --method out")
         if tree_slots and method != "dflash":
             raise ValueError("draft trees are grown from DFlash drafters only: leave --tree-slots out")
         k = tree_slots or num_draft_tokens or (MTP_TOKENS if method == "mtp" else 0)
-        k = k or (draft_tokens_of(drafter, raw) if drafter else 0)
+        block = draft_tokens_of(drafter, raw) if drafter else 0
+        if tree_slots and tree_slots <= block:
+            raise ValueError(f"{tree_slots} tree slots hold no more than the drafter's chain of {block}: give more")
+        if method in ("dflash", "dspark") and num_draft_tokens > block > 0:
+            raise ValueError(
+                f"{num_draft_tokens} draft tokens, but the drafter's block has {block}: those beyond are of no use"
+            )
+        k = k or block
         if not k:
             silent = f"the config.json of {drafter!r}" if drafter else f"method {method}"
             raise ValueError(unknown or f"{silent} doesn't tell how many tokens are drafted: set --draft-tokens")

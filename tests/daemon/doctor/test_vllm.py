@@ -151,6 +151,24 @@ def test_slots_beyond_the_block_are_for_trees(slots: int, has_trees: bool, is_to
     assert all("block has 7" in check.text and "HONED_TREES=1" in check.cure for check in found)
 
 
+@pytest.mark.parametrize(
+    ("flags", "change", "said"),
+    [
+        ([], {"num_speculative_tokens": 200}, "vLLM's V1 sampler takes 128 drafts"),
+        ([], {"num_speculative_tokens": 7}, "7 slots hold no more than the drafter's chain of 7"),
+        (["-tp", "2"], {"num_speculative_tokens": 31}, "there are 2 ranks"),
+        ([], {"num_speculative_tokens": 31, "enable_adaptive_verification": True}, "adaptive verification is on"),
+        ([], {"num_speculative_tokens": 31, "method": "ngram"}, "trees grow from DFlash and DFlash2 drafters only"),
+    ],
+)
+def test_trees_that_a_command_cannot_have_are_told(flags: list[str], change: dict[str, Any], said: str) -> None:
+    words = command(*FLAGS, *speculative(**change), *flags)
+    found = wrong(list(doctor_vllm.check_command(words, "vLLM", lambda name: read_config(Path(name)), has_trees=True)))
+    told = [check for check in found if check.text.startswith("HONED_TREES is set, but it verifies chains only: ")]
+    assert len(told) == 1
+    assert said in told[0].text
+
+
 @pytest.mark.parametrize(("slots", "is_told"), [(7, False), (8, True)])
 def test_dsparks_block_has_no_token_but_drafts(tmp_path: Path, slots: int, is_told: bool) -> None:
     shutil.copytree(TINY / "drafter", tmp_path / "drafter")

@@ -60,6 +60,23 @@ def test_a_method_without_a_drafter_says_how_many_tokens_it_needs() -> None:
         vllm_args.make(RUNTIME_DIR, method="ngram")
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"tree_slots": 31, "num_draft_tokens": 7}, "give one of --tree-slots and --draft-tokens"),
+        ({"tree_slots": 7}, "7 tree slots hold no more than the drafter's chain of 7"),
+        ({"num_draft_tokens": 8}, "8 draft tokens, but the drafter's block has 7"),
+        ({"method": "eagle3"}, "is a drafter for method dflash, not for eagle3"),
+        ({"method": "eagle3", "num_draft_tokens": 5}, "is a drafter for method dflash, not for eagle3"),
+        ({"drafter": "", "method": "dflash"}, "method dflash drafts with a checkpoint of its own: give --drafter"),
+    ],
+)
+def test_what_the_drafter_contradicts_is_refused(tmp_path: Path, fields: dict[str, Any], says: str) -> None:
+    given = {"drafter": drafter(tmp_path, block_size=8)} | fields
+    with pytest.raises(ValueError, match=says):
+        vllm_args.make(RUNTIME_DIR, **given)
+
+
 def test_the_method_that_is_named_is_taken() -> None:
     found = json.loads(vllm_args.make(RUNTIME_DIR, drafter="org/head", method="eagle3", num_draft_tokens=4).flags[1])
     assert found["method"] == "eagle3"
