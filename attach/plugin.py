@@ -13,7 +13,11 @@ def register() -> None:
         from honed.attach.engine import engine_hook
 
         engine_hook.install()
-        if wants_trees(os.environ):
+        try:
+            has_trees, may_have_graphs = wants_trees(os.environ), wants_tree_graphs(os.environ)
+        except ValueError:  # the scheduler's process says so, and serves without honed
+            return
+        if has_trees:
             from honed.attach.trees.runner_v2 import prepare_workers
 
-            prepare_workers(wants_tree_graphs(os.environ))
+            prepare_workers(may_have_graphs)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import stat
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -39,15 +38,17 @@ R = TypeVar("R")
 
 
 class _Errors:
-    """Counts errors inside vLLM's steps, and logs the first one."""
+    """Counts errors inside vLLM's steps, and logs the first one of each place."""
 
     def __init__(self) -> None:
         self.count = 0
+        self._logged: set[str] = set()
 
     def note(self, where: str) -> None:
         """Count the exception that is being handled."""
         self.count += 1
-        if self.count == 1:
+        if where not in self._logged:
+            self._logged.add(where)
             logger.warning("honed: %s failed; vLLM is not affected, but the result of this call is lost", where, exc_info=True)
 
 
@@ -60,8 +61,6 @@ class _WorkerSide:
         model = self.runner.draft_model
         self.swapper = Swapper(model, torch.device(worker.device))
         self.capturer: Capturer | None = None
-        self.target_updates: int = settings["target_updates"]
-        self._secret: str = settings["secret"]
         if settings["ring_path"] and worker.rank == 0:
             path, ring_bytes, kind = Path(settings["ring_path"]), settings["ring_bytes"], settings["feature_kind"]
             norm = getattr(model.model, "hidden_norm", None)
@@ -69,7 +68,7 @@ class _WorkerSide:
                 lambda size, dtype: RingWriter(path, ring_bytes, size, dtype, kind, _ring_mode(path), self._target()),
                 None if norm is None else lambda: (norm.weight.data, norm.variance_epsilon),
                 kind,
-                bytes.fromhex(self._secret),
+                bytes.fromhex(settings["secret"]),
             )
             self.runner.looks_first = norm is None or kind == "layers"
 
@@ -85,9 +84,7 @@ class _WorkerSide:
             self.runner.wrap(self.capturer.on_schedule, self.capturer.on_step, self._errors.note)
 
     def _target(self) -> int:
-        """What tells the target's weights from others: its files, until it is updated in place."""
-        if self.target_updates:
-            return zlib.crc32(f"{self._secret} {self.target_updates}".encode())
+        """What tells the target's weights from others: its files. An update in place is answered by the daemon's settings."""
         config = self._worker.vllm_config
         return content_crc(folder_of(config.model_config, config.load_config))
 
@@ -184,9 +181,12 @@ class HonedWorkerExtension:
             else:
                 self._honed_trees = TreesV1(runner, block_tokens_of(runner.speculative_config), note)
             self._honed_trees.wrap()
+            return "", padded_to_with_trees(runner)
         except (TypeError, AttributeError) as error:
             return str(error), []
-        return "", padded_to_with_trees(runner)
+        except Exception as error:  # it must not take capture and swap away
+            note("attaching trees")
+            return f"{type(error).__name__}: {error}", []
 
     @_answering
     def honed_capture(self, share: float, drafter_version: str) -> dict[str, float]:
@@ -205,11 +205,10 @@ class HonedWorkerExtension:
         }
 
     @_answering
-    def honed_new_target(self, num_updates: int) -> None:
-        """Note that the target's weights were updated in place, for the so-many-th time."""
+    def honed_new_target(self) -> None:
+        """Note that the target's weights were updated in place."""
         side = self._honed_side
         if side is not None and side.capturer is not None:
-            side.target_updates = num_updates
             side.capturer.begin_anew()
 
     @_answering

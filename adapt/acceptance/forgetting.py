@@ -25,8 +25,13 @@ _SHORT_ROUNDS = (20.0, 200.0)
 """Independent rounds that the shorter memories hold: those of a dozen requests where they differ much."""
 _SHARED, _MOST_SHARED = 0.005, 0.05
 """Share of the weight that is redistributed per independent round, and at most at once."""
-_STRENGTH = 4.0
+SHORTER_STRENGTH = 4.0
 """Weight of the next longer memory, in pseudo-rounds."""
+
+
+def memory_lengths(forgetting_rounds: float) -> list[float]:
+    """Independent rounds that each memory holds, the shortest first."""
+    return sorted({*(rounds for rounds in _SHORT_ROUNDS if rounds < forgetting_rounds), max(forgetting_rounds, 1.0)})
 
 
 class AdaptiveCounts:
@@ -38,7 +43,7 @@ class AdaptiveCounts:
 
     def __init__(self, num_spec_tokens: int, forgetting_rounds: float) -> None:
         self.num_spec_tokens = num_spec_tokens
-        lengths = sorted({*(rounds for rounds in _SHORT_ROUNDS if rounds < forgetting_rounds), max(forgetting_rounds, 1.0)})
+        lengths = memory_lengths(forgetting_rounds)
         self._memories = [AcceptanceCounts(num_spec_tokens, rounds) for rounds in lengths]
         self.weights: Floats = np.full(len(lengths), 1.0 / len(lengths))
         """Weights of the memories, the shortest first, [M]."""
@@ -66,7 +71,7 @@ class AdaptiveCounts:
         *shorter, last = self._memories
         made = [longest(last.trials, last.successes)]
         for one in reversed(shorter):
-            made.append(shrunk_estimate(one.trials, one.successes, made[-1], _STRENGTH))
+            made.append(shrunk_estimate(one.trials, one.successes, made[-1], SHORTER_STRENGTH))
         return np.array(made[::-1])
 
     def observe(

@@ -22,6 +22,19 @@ class TreeRounds:
     def __len__(self) -> int:
         return len(self.num_nodes)
 
+    def count(self, room: int, weights: Floats | None = None) -> tuple[Floats, Floats]:
+        """Trials and hits by a node's number, [room] each: trees that have the node, and those that the text passes it in.
+
+        Args:
+            weights: of each tree, [Q]; None: 1.
+        """
+        weights = np.ones(len(self)) if weights is None else weights
+        sizes: Floats = np.bincount(np.minimum(self.num_nodes, room), weights=weights, minlength=room + 1).astype(np.float64)
+        is_hit = (self.nodes >= 0) & (self.nodes < room)
+        held = np.broadcast_to(weights[:, None], self.nodes.shape)[is_hit]
+        hits: Floats = np.bincount(self.nodes[is_hit], weights=held, minlength=room)[:room].astype(np.float64)
+        return np.cumsum(sizes[::-1])[::-1][1:], hits
+
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
@@ -45,8 +58,13 @@ class Rounds:
     """See `RoundColumns.feature`; None: unknown for all."""
     trees: TreeRounds | None = None
     """The trees among them; None: there are none."""
-    has_chains: bool = True
-    """Whether any of them verified a chain, not a tree."""
+    is_chain: npt.NDArray[np.bool_] | None = None
+    """Which of them verified a chain, not a tree; None: all."""
+
+    @property
+    def has_chains(self) -> bool:
+        """Whether any of them verified a chain."""
+        return self.is_chain is None or bool(self.is_chain.any())
 
     def __len__(self) -> int:
         return len(self.request)
@@ -89,9 +107,8 @@ def rounds_by_workload(batch: EventBatch) -> Iterator[tuple[str, Rounds]]:
         if mine.any():
             shown = None if feature is None else feature[mine]
             trees = TreeRounds(num_nodes[mine & is_whole], nodes[mine & is_whole]) if nodes is not None else None
-            has_chains = bool((mine & ~is_tree).any())
             figures = request[mine], drafted[mine], accepted[mine], invalid[mine], position[mine]
-            yield workload, Rounds(*figures, shown, trees, has_chains)
+            yield workload, Rounds(*figures, shown, trees, None if nodes is None else ~is_tree[mine])
 
 
 def accepted_nodes(columns: RoundColumns, accepted: Ints) -> Ints | None:  # [R] -> [R, P]

@@ -8,72 +8,101 @@ A node's prior is the value of the one before it. As better nodes come first, va
 noise: they are averaged until none does (pool adjacent violators, weighted by trials). Where no tree was so large, values decay
 as they do on average before.
 
-Letters: N = nodes that a tree has room for, Q = trees, P = accepted nodes at most.
+Trees are counted with memories of several lengths, as chains are (`forgetting`). The chains within the same trees tell which
+memory predicts best: what is asked for with their weights follows a change as soon as they do.
+
+Letters: N = nodes that a tree has room for, M = memories, Q = trees, P = accepted nodes at most.
 """
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from honed.adapt.acceptance.estimate import EDGE, FIRST_GUESS
+from honed.adapt.acceptance.forgetting import SHORTER_STRENGTH, memory_lengths
 from honed.adapt.acceptance.rounds import TreeRounds
 from honed.adapt.protocol.arrays import Floats
 
 STRENGTH = 8.0
 """Weight of a prior, in trees."""
+_DECAY = 0.85
+"""Value of a node over that of the one before it, before any is known."""
 
 
 class TreeGains:
-    """Hits and trials by a node's number, with exponential forgetting by trees."""
+    """Hits and trials by a node's number, with exponential forgetting.
+
+    Args:
+        num_nodes: N.
+        forgetting_rounds: independent trees that the longest memory holds.
+    """
 
     def __init__(self, num_nodes: int, forgetting_rounds: float) -> None:
-        self.trials: Floats = np.zeros(num_nodes)
-        self.hits: Floats = np.zeros(num_nodes)
-        self._forgetting = max(forgetting_rounds, 1.0)
+        self._lengths = memory_lengths(forgetting_rounds)
+        self._trials: Floats = np.zeros((len(self._lengths), num_nodes))
+        self._hits: Floats = np.zeros((len(self._lengths), num_nodes))
+
+    @property
+    def trials(self) -> Floats:  # [N]
+        """Independent trials that the longest memory holds."""
+        longest: Floats = self._trials[-1]
+        return longest
 
     @property
     def is_known(self) -> bool:
         """Whether a tree was seen."""
         return bool(self.trials.any())
 
-    def observe(self, trees: TreeRounds) -> None:
-        """Fold in verified trees, oldest first."""
-        count, room = len(trees), len(self.trials)
+    def observe(self, trees: TreeRounds, worth: float = 1.0) -> None:
+        """Fold in verified trees, oldest first.
+
+        Args:
+            worth: of a tree, in independent ones: those of one request repeat each other.
+        """
+        count, room = len(trees), self._trials.shape[1]
         if not count or not room:
             return
-        weights = np.exp((np.arange(count) - count) / self._forgetting)
-        sizes = np.bincount(np.minimum(trees.num_nodes, room), weights=weights, minlength=room + 1)
-        is_hit = (trees.nodes >= 0) & (trees.nodes < room)
-        held = np.broadcast_to(weights[:, None], trees.nodes.shape)[is_hit]
-        self.forget(float(np.exp(-count / self._forgetting)))
-        self.trials += np.cumsum(sizes[::-1])[::-1][1:]
-        self.hits += np.bincount(trees.nodes[is_hit], weights=held, minlength=room)[:room]
+        for number, length in enumerate(self._lengths):
+            trials, hits = trees.count(room, worth * np.exp((np.arange(count) - count) * worth / length))
+            kept = math.exp(-count * worth / length)
+            self._trials[number] = kept * self._trials[number] + trials
+            self._hits[number] = kept * self._hits[number] + hits
 
     def forget(self, factor: float) -> None:
         """Weaken what is known, as after a swap of the drafter's weights."""
-        self.trials *= factor
-        self.hits *= factor
+        self._trials *= factor
+        self._hits *= factor
 
-    def values(self, prior: Floats | None = None) -> Floats:  # [N]
+    def values(self, weights: Floats | None = None, prior: Floats | None = None) -> Floats:  # [M], [N] -> [N]
         """Chance that each node is passed, never rising.
 
         Args:
+            weights: of the memories, the shortest first; None: the longest one alone.
             prior: of a wider group of requests; None: each node's is that of the one before it.
         """
+        made = [self._longest(prior)]
+        for trials, hits in zip(self._trials[-2::-1], self._hits[-2::-1], strict=True):
+            made.append((hits + SHORTER_STRENGTH * made[-1]) / (trials + SHORTER_STRENGTH))
+        values = made[0] if weights is None else weights @ np.array(made[::-1])
+        falling: Floats = np.clip(_falling(values, self.trials + STRENGTH), EDGE, 1.0 - EDGE)
+        return falling
+
+    def _longest(self, prior: Floats | None) -> Floats:
         values = np.empty(len(self.trials))
-        left, decay = FIRST_GUESS, 1.0
-        for node, (tried, hit) in enumerate(zip(self.trials.tolist(), self.hits.tolist(), strict=True)):
-            guess = left * decay if prior is None else float(prior[node])
+        left, decay = FIRST_GUESS, _DECAY
+        for node, (tried, hit) in enumerate(zip(self.trials.tolist(), self._hits[-1].tolist(), strict=True)):
+            guess = (left * decay if node else left) if prior is None else float(prior[node])
             value = (hit + STRENGTH * guess) / (tried + STRENGTH)
             if prior is None and node and tried > STRENGTH:
                 decay = min(1.0, max(0.5, (value / values[0]) ** (1.0 / node)))
             left = values[node] = value
-        falling: Floats = np.clip(_falling(values, self.trials + STRENGTH), EDGE, 1.0 - EDGE)
-        return falling
+        return values
 
-    def acceptance(self, prior: Floats | None = None) -> Floats:  # [N]
+    def acceptance(self, weights: Floats | None = None, prior: Floats | None = None) -> Floats:  # [M], [N] -> [N]
         """The same as conditional acceptance, whose running product it is: as if nodes were a chain's tokens."""
-        values = self.values(prior)
+        values = self.values(weights, prior)
         conditional: Floats = np.clip(values / np.concatenate(([1.0], values[:-1])), EDGE, 1.0 - EDGE)
         return conditional
 

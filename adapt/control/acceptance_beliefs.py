@@ -44,13 +44,13 @@ _SILENT_FORGETTINGS = 10.0
 
 
 class _Workload:
-    def __init__(self, num_spec_tokens: int, forgetting_rounds: float) -> None:
-        self.counts = AdaptiveCounts(num_spec_tokens, forgetting_rounds)
-        self.requests = RequestTable(num_spec_tokens)
+    def __init__(self, num_spec_tokens: int, chain_tokens: int, forgetting_rounds: float) -> None:
+        self.counts = AdaptiveCounts(chain_tokens, forgetting_rounds)
+        self.requests = RequestTable(chain_tokens)
         self.reliability = Reliability()
-        self.depths = DepthCalibration(num_spec_tokens)
-        self.lines = DepthLines.none(num_spec_tokens)
-        self.contexts = ContextCounts(num_spec_tokens, forgetting_rounds)
+        self.depths = DepthCalibration(chain_tokens)
+        self.lines = DepthLines.none(chain_tokens)
+        self.contexts = ContextCounts(chain_tokens, forgetting_rounds)
         self.features = FeatureRegression(forgetting_rounds)
         self.trees = TreeGains(num_spec_tokens, forgetting_rounds)
         self.has_chains = False
@@ -58,22 +58,27 @@ class _Workload:
 
 
 class AcceptanceBeliefs:
-    """Learns from the verify rounds of one engine."""
+    """Learns from the verify rounds of one engine.
 
-    def __init__(self, num_spec_tokens: int, settings: ControllerSettings) -> None:
-        self.num_spec_tokens = num_spec_tokens
+    Args:
+        num_spec_tokens: most nodes of a tree; without trees, K.
+        chain_tokens: K, tokens that the drafter drafts.
+    """
+
+    def __init__(self, num_spec_tokens: int, chain_tokens: int, settings: ControllerSettings) -> None:
+        self.num_spec_tokens, self._chain_tokens = num_spec_tokens, chain_tokens
         self.settings = settings
-        self._counts = AdaptiveCounts(num_spec_tokens, settings.forgetting_rounds)
+        self._counts = AdaptiveCounts(chain_tokens, settings.forgetting_rounds)
         self._trees = TreeGains(num_spec_tokens, settings.forgetting_rounds)
         self.has_trees = True
         """Whether the engine can verify trees; without, what they have taught is of no use."""
         self._num_seen = 0.0
         """Independent rounds of the engine."""
         self._workloads: dict[str, _Workload] = {}
-        self._others = _Workload(num_spec_tokens, settings.forgetting_rounds)
-        self._drift = DriftMonitor(num_spec_tokens, settings.drift)
+        self._others = _Workload(num_spec_tokens, chain_tokens, settings.forgetting_rounds)
+        self._drift = DriftMonitor(chain_tokens, settings.drift)
         self._context_effect: Floats = np.zeros(NUM_BUCKETS)
-        self._depths, self._lines = DepthCalibration(num_spec_tokens), DepthLines.none(num_spec_tokens)
+        self._depths, self._lines = DepthCalibration(chain_tokens), DepthLines.none(chain_tokens)
 
     def take_new_weights(self, version: str, is_swap: bool) -> None:
         """Forget most of what the old weights taught, unless the new ones are the same under a name."""
@@ -86,8 +91,8 @@ class AcceptanceBeliefs:
                 workload.requests.clear()
                 workload.contexts.forget(_KEPT_AFTER_SWAP)
                 workload.features = FeatureRegression(self.settings.forgetting_rounds)
-                workload.depths, workload.lines = DepthCalibration(self.num_spec_tokens), DepthLines.none(self.num_spec_tokens)
-            self._depths, self._lines = DepthCalibration(self.num_spec_tokens), DepthLines.none(self.num_spec_tokens)
+                workload.depths, workload.lines = DepthCalibration(self._chain_tokens), DepthLines.none(self._chain_tokens)
+            self._depths, self._lines = DepthCalibration(self._chain_tokens), DepthLines.none(self._chain_tokens)
         self._drift.reset(version)
 
     def observe(self, name: str, rounds: Rounds, now_s: float | None = None) -> list[Alarm]:
@@ -98,12 +103,9 @@ class AcceptanceBeliefs:
         """
         workload = self._workload(name)
         workload.has_chains |= rounds.has_chains
-        if rounds.trees is not None:
-            for trees in (workload.trees, self._trees):
-                trees.observe(rounds.trees)
         columns = (rounds.num_draft_tokens, rounds.num_accepted_tokens, rounds.num_invalid_tokens)
-        reached, accepted = reached_and_accepted(columns[0], columns[1], self.num_spec_tokens, columns[2])
-        verified = np.clip(columns[0] - np.maximum(columns[2], 0), 0, self.num_spec_tokens)
+        reached, accepted = reached_and_accepted(columns[0], columns[1], self._chain_tokens, columns[2])
+        verified = np.clip(columns[0] - np.maximum(columns[2], 0), 0, self._chain_tokens)
         curve, shift = self._shift(self._curve(workload, self.engine_curve()), workload)
         theta = workload.requests.theta(rounds.request, reached, accepted, curve, self._request_strength(workload))
         design_effect = self._design_effect(workload)
@@ -117,6 +119,9 @@ class AcceptanceBeliefs:
             workload.features.observe(rounds.request, rounds.feature, reached, accepted, curve, design_effect)
         information = workload.requests.information(rounds.request, reached, workload.requests.strength())
         workload.contexts.observe(rounds.position, reached, accepted, information)
+        if rounds.trees is not None:
+            for trees in (workload.trees, self._trees):
+                trees.observe(rounds.trees, float(information.mean()))
         self._counts.observe(*columns, weights=information, theta=theta)
         workload.counts.observe(*columns, weights=information, theta=theta)
         alarms = []
@@ -140,7 +145,7 @@ class AcceptanceBeliefs:
                     return self._others
                 del self._workloads[stalest]
                 self._drift.forget(stalest)
-            found = _Workload(self.num_spec_tokens, self.settings.forgetting_rounds)
+            found = _Workload(self.num_spec_tokens, self._chain_tokens, self.settings.forgetting_rounds)
         self._workloads[name] = found
         return found
 
@@ -177,9 +182,9 @@ class AcceptanceBeliefs:
 
     def _priors_of_trees(self) -> list[WorkloadPrior]:
         """What nodes are worth, in the place of conditional acceptance; requests of a workload count as alike."""
-        engine = self._trees.values()
-        found = [("", self._trees.acceptance())]
-        found += [(name, one.trees.acceptance(engine)) for name, one in self._workloads.items()]
+        engine = self._trees.values(self._counts.weights)
+        found = [("", self._trees.acceptance(self._counts.weights))]
+        found += [(name, one.trees.acceptance(one.counts.weights, engine)) for name, one in self._workloads.items()]
         return [WorkloadPrior(name, [round(value, 4) for value in curve.tolist()], _ALIKE) for name, curve in found]
 
     def describe_engine(self) -> dict[str, object]:
@@ -211,7 +216,7 @@ class AcceptanceBeliefs:
 
     def typical_curve(self) -> Floats:
         """Conditional acceptance of a typical request, [K]."""
-        return self._trees.acceptance() if self._verifies_trees else self._lines.apply(self.engine_curve())
+        return self._trees.acceptance(self._counts.weights) if self._verifies_trees else self._lines.apply(self.engine_curve())
 
     def _curve(self, workload: _Workload, engine: Floats) -> Floats:
         strength = self.settings.workload_strength

@@ -45,12 +45,14 @@ class EngineController:
         settings: ControllerSettings | None = None,
         *,
         tells_steps: bool = False,
+        chain_tokens: int = 0,
     ) -> None:
         self.engine_id = engine_id
         self.num_spec_tokens = max(num_spec_tokens, 0)
+        self._chain_tokens = min(chain_tokens, self.num_spec_tokens) or self.num_spec_tokens
         self.max_num_seqs = max(max_num_seqs, 1)
         self.settings, self._tells_steps = settings or ControllerSettings(), tells_steps
-        self._acceptance = AcceptanceBeliefs(self.num_spec_tokens, self.settings)
+        self._acceptance = AcceptanceBeliefs(self.num_spec_tokens, self._chain_tokens, self.settings)
         self._steps = StepBeliefs(self.settings.step_time, self.settings.captured_tokens)
         self._drafter_version = ""  # its last name
         self._turns: frozenset[str] = frozenset()
@@ -205,4 +207,4 @@ class EngineController:
 
     def _static_k(self) -> int:
         k = self.settings.static_k
-        return self.num_spec_tokens if k < 0 else min(k, self.num_spec_tokens)
+        return self._chain_tokens if k < 0 else min(k, self.num_spec_tokens)

@@ -14,6 +14,8 @@ from honed.adapt.steps.step_time import StepTimeModel
 
 ACCEPTANCE_STEP = 0.005
 """A conditional acceptance that moved by more is material."""
+GAIN_STEP = 0.02
+"""Expected accepted drafts that moved by more (relative) are material: small steps of many nodes add up."""
 FEATURE_STEP = 0.03
 """A weight of features that moved by more, or a mean that moves requests' log-odds by more, is material."""
 SECONDS_STEP = 0.01
@@ -77,10 +79,15 @@ def _acceptance(old: Policy, new: Policy) -> str:
             return f"{name} is new"
         if reason := _context_shift(before.context_shift, prior.context_shift):
             return f"failure odds of {name} {reason}"
+        if len(before.acceptance) != len(prior.acceptance):
+            return f"acceptance of {name}: {len(before.acceptance)} -> {len(prior.acceptance)} figures"
         moved = np.abs(np.subtract(before.acceptance, prior.acceptance))
         if moved.max(initial=0.0) > ACCEPTANCE_STEP:
             at = int(moved.argmax())
             return f"acceptance of {name} at position {at + 1}: {before.acceptance[at]:.3f} -> {prior.acceptance[at]:.3f}"
+        was, now = (float(np.cumprod(one.acceptance).sum()) for one in (before, prior))
+        if abs(was - now) > GAIN_STEP * now:
+            return f"accepted drafts of {name}, of {len(prior.acceptance)}: {was:.2f} -> {now:.2f}"
         if reason := _lines(before, prior):
             return f"acceptance of {name} {reason}"
         if not 0.8 <= prior.strength / before.strength <= 1.25:

@@ -25,7 +25,7 @@ class ControllerSettings:
     """"goodput" (most predicted tokens per second of the batch), "latency" (of each request), "off" (observe only) or a rule
     of adapt.lengths.rules ("static", …)."""
     static_k: int = -1
-    """Draft tokens of mode "static" and of every fallback; −1: the engine's configured number."""
+    """Draft tokens of mode "static" and of every fallback; −1: as many as the drafter drafts."""
     max_k: int = -1
     """Most draft tokens, unless an override of draft_tokens allows more; −1: only the engine's limit."""
     request_ceiling: int = -1

@@ -62,10 +62,15 @@ _COLD_EXPLORE_SHARE = 0.25
 
 
 class Decider:
-    """Holds the state of one engine's running requests, and turns it into draft lengths."""
+    """Holds the state of one engine's running requests, and turns it into draft lengths.
 
-    def __init__(self, num_spec_tokens: int, max_num_seqs: int, seed: int = 0) -> None:
+    Args:
+        chain_tokens: draft tokens without a policy; −1: K.
+    """
+
+    def __init__(self, num_spec_tokens: int, max_num_seqs: int, seed: int = 0, chain_tokens: int = -1) -> None:
         self.num_spec_tokens = max(int(num_spec_tokens), 0)
+        self._chain_tokens = chain_tokens if 0 <= chain_tokens < self.num_spec_tokens else self.num_spec_tokens
         self._random = random.Random(seed)
         self._fallback = "no_policy"
         self._is_priced = False
@@ -179,6 +184,18 @@ class Decider:
         if self._rule is not None:
             self._rule.observe(request_ids, num_draft_tokens, num_accepted_tokens)
 
+    def observe_trees(
+        self,
+        request_ids: Sequence[str],
+        num_accepted_tokens: Sequence[int],
+        chain_tokens: Sequence[int],
+        chain_accepted: Sequence[int],
+    ) -> None:
+        """Note rounds with draft trees. What nodes are worth the policy says; a rule learns from the chains in them."""
+        self.requests.advance(request_ids, num_accepted_tokens)
+        if self._rule is not None and request_ids:
+            self._rule.observe(request_ids, chain_tokens, chain_accepted)
+
     # --- decisions ----------------------------------------------------------------------------------------------------
 
     def decide(
@@ -229,9 +246,9 @@ class Decider:
         tables = self._tables
         policy, static_k = tables.policy, tables.static_k
         if policy is None:
-            return self._uniform(request_ids, self.num_spec_tokens, "no_policy", is_exact=True)
+            return self._uniform(request_ids, self._chain_tokens, "no_policy", is_exact=True)
         if policy.kind == "off" and self._fallback != "stale_policy":
-            return self._uniform(request_ids, self.num_spec_tokens, "off", is_exact=True)
+            return self._uniform(request_ids, self._chain_tokens, "off", is_exact=True)
         is_priced = self._is_priced and not self._fallback
         if not is_priced or policy.equal_lengths or not request_ids:  # else `RequestBeliefs.search` does it
             self.requests.expect(request_ids, *noted, are_equal=policy.equal_lengths)

@@ -14,6 +14,8 @@ After `max_pairs` without either, nothing was proven. A version that only waits 
 A limit of rounds would be wrong: where thousands are verified in a window, it came before any evidence could.
 Batches are told apart by their drafter version, so the exact time of an engine's swap doesn't matter. Those of other versions
 are ignored. Nothing here reads a clock or tosses the coin.
+
+Of draft trees nodes are compared, by their number: each drafter's n-th best. Trees in whose round a request ends are left out.
 """
 
 from __future__ import annotations
@@ -114,7 +116,12 @@ class Verdict:
 
 
 class _Counts:
-    """Trials and successes of one version in the open pair, by workload; both [K]."""
+    """Trials and successes of one version in the open pair, by workload; both [2K − 1].
+
+    First the K positions of chains, then nodes 1 … K−1 of trees. Node 0 is a chain's first position. A drafter's own
+    probabilities decide how much of its chain is in a tree, so chains within trees can't be compared. Whether node n is
+    there the budget decides, which is the same for both.
+    """
 
     def __init__(self, num_spec_tokens: int) -> None:
         self.num_spec_tokens = num_spec_tokens
@@ -122,16 +129,25 @@ class _Counts:
         self.by_workload: dict[str, tuple[Floats, Floats]] = {}
 
     def add(self, workload: str, rounds: Rounds) -> None:
-        counted = count_trials(
-            rounds.num_draft_tokens, rounds.num_accepted_tokens, self.num_spec_tokens, rounds.num_invalid_tokens
-        )
+        mine, k = slice(None) if rounds.is_chain is None else rounds.is_chain, self.num_spec_tokens
+        columns = rounds.num_draft_tokens[mine], rounds.num_accepted_tokens[mine], rounds.num_invalid_tokens[mine]
+        counted = [np.concatenate([one, np.zeros(k - 1)]) for one in count_trials(*columns[:2], k, columns[2])]
+        if rounds.trees is not None:
+            for sums, one in zip(counted, rounds.trees.count(k), strict=True):
+                sums[0] += one[0]
+                sums[k:] += one[1:]
         trials, successes = self.of(workload)
         self.by_workload[workload] = (trials + counted[0], successes + counted[1])
         self.rounds += len(rounds)
 
     def of(self, workload: str) -> tuple[Floats, Floats]:
-        zeros = np.zeros(self.num_spec_tokens)
+        zeros = np.zeros(places_of(self.num_spec_tokens))
         return self.by_workload.get(workload, (zeros, zeros))
+
+
+def places_of(num_spec_tokens: int) -> int:
+    """Places that are compared one by one."""
+    return 2 * num_spec_tokens - 1
 
 
 class Canary:
@@ -162,7 +178,7 @@ class Canary:
         self.num_others = 0
         """Other hosts' trials that were heard of."""
         self.pairs = self.rounds = 0
-        self._evidence: dict[str, Evidence] = {ALL: Evidence(num_spec_tokens)}
+        self._evidence: dict[str, Evidence] = {ALL: Evidence(places_of(num_spec_tokens))}
         self._workloads = WorkloadNames()
         self._order: tuple[str, str] = (old, new)
         self._place = 0
@@ -269,7 +285,7 @@ class Canary:
         old, new = self._counts[self.old], self._counts[self.new]
         total: tuple[Floats, Floats] = (np.zeros(()), np.zeros(()))
         for workload in dict.fromkeys((*old.by_workload, *new.by_workload)):
-            one = self._evidence.setdefault(workload, Evidence(self.num_spec_tokens))
+            one = self._evidence.setdefault(workload, Evidence(places_of(self.num_spec_tokens)))
             score, information = one.weigh(*old.of(workload), *new.of(workload))
             one.add(score, information)
             total = (total[0] + score, total[1] + information)

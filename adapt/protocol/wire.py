@@ -101,7 +101,7 @@ class EngineHello(_Message, frozen=True):
     method: Name
     """vLLM's speculative method, for example "dflash"; "" when the engine doesn't speculate."""
     num_spec_tokens: Drafts
-    """K: draft tokens per round that the engine was configured for (anchor excluded)."""
+    """K: most draft tokens of a round (anchor excluded), or nodes where the engine verifies trees."""
     max_num_seqs: Requests
     draft_model: FilePath = ""
     """Folder or name of the separate draft model, of any method; "" if there is none."""
@@ -119,6 +119,8 @@ class EngineHello(_Message, frozen=True):
     """Draft lengths of these graphs, the same for all requests of a step; empty: any mix."""
     shortens_block: bool = False
     """Whether the drafter makes no pass, or no row, for tokens that no request of a step will verify."""
+    chain_tokens: Drafts = 0
+    """Tokens that the drafter drafts, where trees have more nodes; 0: K."""
 
 
 class StepColumns(_Message, frozen=True):

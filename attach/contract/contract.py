@@ -139,7 +139,7 @@ EVENTS: tuple[Clause, ...] = (
         "v1/request.py", "Request", ("request_id", "sampling_params", "num_tokens", "num_computed_tokens", "lora_request")
     ),
     Attributes("lora/request.py", "LoRARequest", ("lora_name",)),
-    Attributes("sampling_params.py", "SamplingParams", ("extra_args", "temperature")),
+    Attributes("sampling_params.py", "SamplingParams", ("extra_args", "temperature", "eos_token_id", "stop_token_ids")),
     Attributes(
         "config/vllm.py",
         "VllmConfig",
@@ -420,6 +420,12 @@ TREES: tuple[Clause, ...] = (
     Attributes(
         "config/speculative.py", "SpeculativeConfig", ("max_num_new_slots_for_drafting", "disable_padded_drafter_batch")
     ),
+    Attributes(
+        "config/speculative.py",
+        "SpeculativeConfig",
+        ("enable_adaptive_verification", "draft_sample_method", "rejection_sample_method"),
+    ),
+    Attributes("sampling_params.py", "SamplingParams", ("num_logprobs",)),
     Method(_V1, "GPUModelRunner", "_input_fits_in_drafter"),
     Attributes(_V1, "GPUModelRunner", ("effective_drafter_max_model_len",)),
     Attributes(_LAYER, "Attention", ("attn_backend", "head_size")),

@@ -40,10 +40,10 @@ from honed.attach.engine.worker_link import WorkerLink
 from honed.attach.events.model_wait import ModelWait
 from honed.attach.events.publisher import Callbacks, Publisher
 from honed.attach.events.request_book import RequestBook
-from honed.attach.events.step_log import TREES_ARE_OFF, StepLog, Verified
+from honed.attach.events.step_log import TREES_ARE_OFF, UNWALKED, StepLog, Verified
 from honed.attach.events.step_recorder import Plan, StepRecorder
 from honed.attach.trees.eligible import needs_chain
-from honed.attach.trees.slots import block_tokens_of, reserve
+from honed.attach.trees.slots import NODES_SHARE, block_tokens_of, fitting, reserve
 
 logger = logging.getLogger("honed.attach")
 
@@ -74,6 +74,8 @@ class Attachment:
         """Draft tokens of the drafter's block: fewer than K where the server was given slots for trees."""
         self._most_tokens = self._chain_tokens
         """Most draft tokens of a request: without trees, slots beyond the drafter's block are of no use."""
+        self._most_rows = int(scheduler.max_num_scheduled_tokens * NODES_SHARE)
+        """Most tokens of a step with trees that aren't a prompt's."""
         self._can_decide = "draft_length" in findings.capabilities and self._num_spec_tokens > 0
         self._is_block_open = can_shorten_block(vllm_config)
         self._can_shorten = self._can_decide and self._is_block_open
@@ -83,7 +85,8 @@ class Attachment:
         self.log_latency = Latency()
         self.decide_latency = Latency()
         self._requests = RequestBook()
-        self._decider = Decider(self._num_spec_tokens, vllm_config.scheduler_config.max_num_seqs)
+        max_num_seqs = vllm_config.scheduler_config.max_num_seqs
+        self._decider = Decider(self._num_spec_tokens, max_num_seqs, chain_tokens=self._chain_tokens)
         self._pending_policy: PolicyTables | None = None
         self._has_news = True
         """Whether `_take_news` may have anything to do."""
@@ -222,11 +225,12 @@ class Attachment:
             if not self._busy.problem:
                 self._workers.drop_limit(NO_BUSY_FLAG)
                 self._publisher.reintroduce()
-        if self._workers.attach():
-            self._publisher.reintroduce()
+        is_more_known = self._workers.attach()
         if "trees" in self._workers.findings.capabilities and self._most_tokens < self._num_spec_tokens:
             self._most_tokens = self._num_spec_tokens
             reserve(self._scheduler, self._chain_tokens)
+        if is_more_known:
+            self._publisher.reintroduce()
         self._workers.want_draft_ids(self._recorder.is_logging_token_ids)
         if self._pending_policy is not None:
             self._apply_policy()
@@ -281,6 +285,8 @@ class Attachment:
                 raise ValueError(f"{len(lengths)} lengths for {len(ids)} requests")
             if most < self._num_spec_tokens:
                 lengths = [min(length, most) for length in lengths]
+            elif most > self._chain_tokens:
+                lengths = fitting(lengths, self._most_rows - len(lengths), self._chain_tokens)
             # Where equal lengths are captured in a graph, a shorter one would lose it.
             self._are_unequal = self._policy is not None and not self._policy.equal_lengths
             if self._can_shorten:
@@ -288,10 +294,15 @@ class Attachment:
                 block = output.num_spec_tokens_to_schedule = min(block, output.num_spec_tokens_to_schedule)
             elif self._can_skip and not decision.block:
                 block = output.num_spec_tokens_to_schedule = 0
-        elif self._is_block_open:  # vLLM's own table by batch size may be in force
-            block = min(getattr(output, "num_spec_tokens_to_schedule", block), most)
+        else:
+            if not self._table.is_there:  # else vLLM's own table by batch size may be in force
+                most = min(most, self._chain_tokens)
+            if self._is_block_open:
+                block = min(getattr(output, "num_spec_tokens_to_schedule", block), most)
             if most < self._num_spec_tokens:
-                output.num_spec_tokens_to_schedule, lengths = block, [most] * len(ids)
+                lengths = [most] * len(ids)
+                if self._is_block_open:
+                    output.num_spec_tokens_to_schedule = block
         if lengths is not None and lengths.count(self._num_spec_tokens) < len(lengths):
             self._decided = ids, lengths
         self._block = block
@@ -344,6 +355,8 @@ class Attachment:
         self._plan = getattr(output, "honed_plan", None)
         if self._plan is not None and (unjudged := self._struck.unjudged(output)):
             self._plan = self._plan._replace(padded={*self._plan.padded, *unjudged})
+        if self._plan is not None and (unwalked := getattr(runner_output, UNWALKED, ())):
+            self._plan = self._plan._replace(padded={*self._plan.padded, *unwalked})
         if self._most_tokens > self._chain_tokens and getattr(runner_output, TREES_ARE_OFF, False):
             self._most_tokens = self._chain_tokens
             self._workers.end_trees()
@@ -366,7 +379,9 @@ class Attachment:
             verified = [one for one in verified if one[0] not in plan.padded]
         if recorder.trees:  # the daemon learns from these: what a node is worth
             of_trees = [one for one in verified if one[0] in recorder.trees]
-            self._decider.requests.advance([one[0] for one in of_trees], [one[2] for one in of_trees])
+            trees = [recorder.trees[one[0]] for one in of_trees]
+            chains = [one.chain_tokens for one in trees], [one.chain_accepted for one in trees]
+            self._decider.observe_trees([one[0] for one in of_trees], [one[2] for one in of_trees], *chains)
             verified = [one for one in verified if one[0] not in recorder.trees]
         if invalid or plan.struck:
             verified = with_struck(verified, invalid, plan.struck, step.answered(plan.struck) if step is not None else ())
@@ -521,7 +536,8 @@ class Attachment:
         )
 
     def _hello(self) -> wire.EngineHello:
-        return introduce(self._config, self._settings, self._boot_id, self._workers, self._drafter_version)
+        lengths = self._most_tokens if self._can_decide else self._num_spec_tokens, self._chain_tokens
+        return introduce(self._config, self._settings, self._boot_id, self._workers, self._drafter_version, *lengths)
 
     def _status(self, queue_bytes: int) -> wire.EngineStatus:
         running, waiting = self._scheduler.get_request_counts()

@@ -82,6 +82,11 @@ class LengthTable:
         self._ours = [num_spec_tokens] * len(self._theirs)
         self._is_aside = False
 
+    @property
+    def is_there(self) -> bool:
+        """Whether vLLM was started with one."""
+        return self._lookup is not None
+
     def set_aside(self, is_aside: bool) -> None:
         """Set whether honed decides from the next step on."""
         if self._lookup is not None and is_aside != self._is_aside:

@@ -14,9 +14,20 @@ from honed.attach.engine.worker_link import WorkerLink
 
 
 def introduce(
-    vllm_config: Any, settings: AttachSettings, boot_id: str, workers: WorkerLink, drafter_version: str
+    vllm_config: Any,
+    settings: AttachSettings,
+    boot_id: str,
+    workers: WorkerLink,
+    drafter_version: str,
+    num_spec_tokens: int,
+    chain_tokens: int,
 ) -> wire.EngineHello:
-    """Make an engine's hello from vLLM's configuration."""
+    """Make an engine's hello from vLLM's configuration.
+
+    Args:
+        num_spec_tokens: most draft tokens of a round.
+        chain_tokens: those of a chain.
+    """
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
     method, draft_model = str(getattr(speculative, "method", "") or ""), draft_folder(vllm_config)
     served = model.served_model_name
@@ -35,7 +46,8 @@ def introduce(
         honed_version=_version_of("honed"),
         runner="v2" if vllm_config.use_v2_model_runner else "v1",
         method=method,
-        num_spec_tokens=vllm_config.num_speculative_tokens,
+        num_spec_tokens=num_spec_tokens,
+        chain_tokens=chain_tokens if chain_tokens < num_spec_tokens else 0,
         max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
         capabilities=list(workers.findings.capabilities),
         limits=list(workers.findings.limits),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -44,7 +45,6 @@ class WorkerLink:
         self._is_attached = False
         self._is_wake_pending = False
         self._share = -1.0
-        self._target_updates = 0
         self._are_ids_wanted = False
         self._counted_step = 0
         self._is_feeding = False
@@ -93,6 +93,8 @@ class WorkerLink:
         if self._is_attached:
             return False
         self._is_attached = True
+        with contextlib.suppress(OSError):  # an earlier start's prompts
+            self._settings.ring_path.unlink(missing_ok=True)
         before = self.findings, self.graphs
         self._attach()
         return (self.findings, self.graphs) != before
@@ -111,7 +113,6 @@ class WorkerLink:
             "ring_bytes": self._settings.ring_bytes,
             "feature_kind": self._settings.feature_kind,
             "secret": self._secret.hex(),
-            "target_updates": self._target_updates,
             "wanted": wanted,
         }
         try:
@@ -183,10 +184,9 @@ class WorkerLink:
             self.captured = self.rpc("honed_capture", self._share, drafter_version)[0]
 
     def note_new_target(self) -> None:
-        """Note that the target's weights were updated in place: samples of the earlier ones are of no use."""
-        self._target_updates += 1
+        """Note that the target's weights were updated in place: requests that run meanwhile are of both."""
         if self.can_capture and self._is_attached:
-            self.rpc("honed_new_target", self._target_updates)
+            self.rpc("honed_new_target")
 
     def want_draft_ids(self, are_wanted: bool) -> None:
         """Copy draft token ids to the host, or stop; the workers are called only when that changes."""

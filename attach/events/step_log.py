@@ -28,6 +28,9 @@ NUM_VERIFIED = "honed_num_verified"
 
 TREES = "honed_trees"
 """Attribute of a `ModelRunnerOutput`: `TreeRound`s by request id, where drafts were the nodes of a tree."""
+UNWALKED = "honed_unwalked"
+"""Attribute of a `ModelRunnerOutput`: requests whose drafts were a tree's nodes, or padding, but weren't verified as a tree's.
+That vLLM refused them tells nothing about the drafter."""
 TREES_ARE_OFF = "honed_trees_are_off"
 """Attribute of a `ModelRunnerOutput`: trees failed so often that the worker makes none any more."""
 

@@ -19,7 +19,7 @@ def needs_chain(sampling_params: Any) -> bool:
         or p.min_tokens > 0
         or p.min_p > 0.0
         or bool(p.bad_words)
-        or p.logprobs is not None
+        or p.num_logprobs is not None
         or p.prompt_logprobs is not None
         or p.structured_outputs is not None
         or bool(p.logit_bias)

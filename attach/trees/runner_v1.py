@@ -73,6 +73,10 @@ class TreesV1:
         self._logits: torch.Tensor | None = None
         self._lengths: list[int] | None = None
         self._told: Told | None = None
+        self._noded: set[str] = set()
+        """Requests whose next drafts are nodes."""
+        self._wanted: set[str] = set()
+        """Requests whose drafts in this step are nodes, or too many for a chain."""
         self._has_drafted = False
         """Whether the drafter ran in the last step."""
         self._num_failures = 0
@@ -93,6 +97,9 @@ class TreesV1:
             self.layers.begin()
             self._walked = None
             try:
+                drafted = scheduler_output.scheduled_spec_decode_tokens
+                self._wanted = {name for name in drafted if name in self._noded or len(drafted[name]) > self.depth}
+                self._noded -= scheduler_output.finished_req_ids
                 self.layers.step = self._place(scheduler_output)
             except Exception:
                 self._fail("placing trees")
@@ -102,14 +109,14 @@ class TreesV1:
             step, self.layers.step = self.layers.step, None
             if step is None:
                 return sample(logits, spec_decode_metadata, *args, **kwargs)
-            try:  # before vLLM's sampler changes them
-                ends = spec_decode_metadata.cu_num_sampled_tokens[step.batch_index].long()
-                own = logits[(ends - step.num_nodes - 1)[step.request] + step.place]
+            drawn = None
+            try:  # before vLLM's sampler changes the logits
+                if not self.layers.has_failed:
+                    drawn = self._draw(step, logits, spec_decode_metadata)
             except Exception:
-                self._on_error("reading logits of trees")
-                own, self.layers.has_failed = None, True
+                self._on_error("drawing at tree rows")
             output = sample(logits, spec_decode_metadata, *args, **kwargs)
-            self._settle(step, own, output)
+            self._settle(step, drawn, output)
             return output
 
         def propose_trees(*args: Any, **kwargs: Any) -> Any:
@@ -122,6 +129,7 @@ class TreesV1:
                 self._fail("ordering rows")
             self._logits = self._growing = self._lengths = None
             self._has_drafted = True
+            self._noded.difference_update(runner.input_batch.req_ids)
             drafts = propose(*args, **kwargs)
             if not most:
                 return drafts
@@ -149,9 +157,9 @@ class TreesV1:
             told, self._told = self._told, None
             try:
                 if hasattr(output, "get_output"):
-                    tell_later(output, told, self.is_off, self._on_error)
+                    tell_later(output, told, self._wanted, self.is_off, self._on_error)
                 elif hasattr(output, "sampled_token_ids"):
-                    tell(output, told, self.is_off)
+                    tell(output, told, self._wanted, self.is_off)
             except Exception:
                 self._on_error("telling of trees")
             return output
@@ -221,7 +229,13 @@ class TreesV1:
 
     # --- verification -------------------------------------------------------------------------------------------------
 
-    def _settle(self, step: TreeStep, logits: torch.Tensor | None, output: Any) -> None:
+    def _draw(self, step: TreeStep, logits: torch.Tensor, metadata: Any) -> torch.Tensor:  # -> [B, 1 + N]
+        """The target's draw at each row."""
+        ends = metadata.cu_num_sampled_tokens[step.batch_index].long()
+        rows = (ends - step.num_nodes - 1)[step.request] + step.place
+        return step.by_request(draw(logits, rows, step, self._runner.input_batch.sampling_metadata))
+
+    def _settle(self, step: TreeStep, drawn: torch.Tensor | None, output: Any) -> None:
         """Replace what vLLM's sampler found for trees by what the walk finds.
 
         Should that fail, the first token stays, which no draft can have changed: vLLM drew it from the anchor's row.
@@ -230,10 +244,10 @@ class TreesV1:
         sampled[:, 1:].index_fill_(0, step.batch_index, -1)  # indexed, a number would be copied to the device first
         try:
             self._move(step, step.place)
-            if logits is None or self.layers.has_failed:
+            if drawn is None:
                 self._num_failures += 1
                 return
-            walked = self._walk(step, logits)
+            walked = self._walk(step, drawn)
             tables, path, num_accepted = self._runner.input_batch.block_table, walked.path, walked.num_accepted
             self.layers.compact(step, lambda group: step.slots(tables[group].slot_mapping.gpu), path, num_accepted)
             room = min(sampled.shape[1], walked.emitted.shape[1])
@@ -243,9 +257,8 @@ class TreesV1:
         except Exception:
             self._fail("walking trees")
 
-    def _walk(self, step: TreeStep, logits: torch.Tensor) -> Walk:
-        drawn = draw(logits, step, self._runner.input_batch.sampling_metadata)
-        return walk(step.trees, step.num_verified, step.by_request(drawn), self.depth)
+    def _walk(self, step: TreeStep, drawn: torch.Tensor) -> Walk:
+        return walk(step.trees, step.num_verified, drawn, self.depth)
 
     # --- the drafter's pass -------------------------------------------------------------------------------------------
 
@@ -278,6 +291,7 @@ class TreesV1:
             for index, length in zip(grown, trees.num_nodes.tolist(), strict=True):
                 lengths[index] = length
         self._growing = _Growing(trees, {ids[index]: row for row, index in enumerate(grown)}, tokens)
+        self._noded.update(self._growing.row_of)
 
     def _needs_chain(self, request_id: str) -> bool:
         return needs_chain(self._runner.requests[request_id].sampling_params)
@@ -295,6 +309,8 @@ def _misfit(runner: Any) -> str:
         ),
         "the drafter has another vocabulary": bool(getattr(runner.drafter, "use_heterogeneous_vocab", False)),
         "a KV connector moves blocks": config.kv_transfer_config is not None,
+        "acceptance is synthetic": config.speculative_config.rejection_sample_method == "synthetic",
+        "the target reads the tokens of neighbouring rows": getattr(runner, "lookback_token_ids", None) is not None,
         "CUDA graphs were captured for chains": runner.device.type == "cuda" and not config.model_config.enforce_eager,
         "the drafter's batch isn't padded": bool(config.speculative_config.disable_padded_drafter_batch),
     }

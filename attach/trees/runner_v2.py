@@ -32,6 +32,7 @@ import numpy.typing as npt
 import torch
 
 from honed.attach.trees.draft_candidates import DraftCandidates
+from honed.attach.trees.draws import MOST_DRAWN_BYTES
 from honed.attach.trees.eligible import needs_chain
 from honed.attach.trees.grow import MOST_FAILURES
 from honed.attach.trees.slots import block_tokens_of
@@ -45,10 +46,10 @@ from honed.kernels.trees.tree_build import allocate, tree_build
 logger = logging.getLogger("honed.attach")
 
 _CANDIDATES = "honed_candidates"
+_MODEL_STATES = ("DefaultModelState", "MambaHybridModelState")
+"""Those that take nothing from neighbouring rows but what the layers do."""
 _GROWING = ("DFlashSpeculator", "DFlash2Speculator")
 """vLLM's speculators that trees grow from."""
-MOST_DRAWN_BYTES = 1 << 30
-"""Most bytes of float32 logits that are sampled at a time. vLLM's rejection sampler has the same limit."""
 _OWN_PROCESSORS = 3
 """Logits processors of vLLM itself: biases, penalties, bad words."""
 
@@ -99,7 +100,7 @@ def _prepare_drafters(may_have_graphs: bool) -> None:
 
     def init_speculator(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         speculative = vllm_config.speculative_config
-        if speculative.method != "dflash":
+        if speculative.method != "dflash" or _needs_every_slot(speculative):
             return make(vllm_config, *args, **kwargs)
         smaller = copy.copy(vllm_config)
         smaller.speculative_config = copy.copy(speculative)
@@ -120,6 +121,11 @@ def _prepare_drafters(may_have_graphs: bool) -> None:
 
     init_speculator.is_honed = True  # type: ignore[attr-defined]
     model_runner.init_speculator = init_speculator  # type: ignore[attr-defined]
+
+
+def _needs_every_slot(speculative: Any) -> bool:
+    """Whether vLLM reads more of a drafter than its tokens, for every slot: a smaller one would end the engine."""
+    return bool(speculative.enable_adaptive_verification) or speculative.draft_sample_method == "probabilistic"
 
 
 def _has_graphs(config: Any) -> bool:
@@ -158,6 +164,8 @@ class TreesV2:
         self._has_tree = [False] * model_runner.max_num_reqs
         self._chained: set[str] = set()
         """Running requests that keep vLLM's own chain."""
+        self._wanted: set[str] = set()
+        """Requests whose drafts in this step are nodes, or too many for a chain."""
         self._are_trees_scheduled = False
         """Whether the step that begins may verify a tree."""
         self._slot_mappings: torch.Tensor | None = None
@@ -209,8 +217,8 @@ class TreesV2:
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
             output = finish(*args, **kwargs)
             told, self._told = self._told, None
-            if (told is not None or self.is_off) and hasattr(output, "get_output"):
-                tell_later(output, told, self.is_off, self._on_error)
+            if (told is not None or self._wanted or self.is_off) and hasattr(output, "get_output"):
+                tell_later(output, told, self._wanted, self.is_off, self._on_error)
             return output
 
         def propose_trees(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -268,7 +276,9 @@ class TreesV2:
         self._chained.update(new.req_id for new in scheduler_output.scheduled_new_reqs if needs_chain(new.sampling_params))
         slot_of = self._runner.req_states.req_id_to_index
         drafted = scheduler_output.scheduled_spec_decode_tokens
-        self._are_trees_scheduled = any(name in slot_of and self._has_tree[slot_of[name]] for name in drafted)
+        noded = {name for name in drafted if name in slot_of and self._has_tree[slot_of[name]]}
+        self._are_trees_scheduled = bool(noded)
+        self._wanted = noded | {name for name in drafted if len(drafted[name]) > self.depth}
 
     # --- the target's pass --------------------------------------------------------------------------------------------
 
@@ -424,12 +434,15 @@ def _misfit(runner: Any, may_have_graphs: bool) -> str:
     config, speculator = runner.vllm_config, runner.speculator
     parallel = config.parallel_config
     graphs = runner.cudagraph_manager
+    state = type(runner.model_state).__name__
     has_graphs = graphs is not None and bool(graphs.cudagraph_mode) and not config.model_config.enforce_eager
     reasons = {
         "there are several ranks": parallel.world_size > 1 or parallel.data_parallel_size > 1,
         "the drafter samples instead of taking its best tokens": getattr(speculator, "draft_logits", None) is not None,
         f"trees don't grow from vLLM's {type(speculator).__name__}": type(speculator).__name__ not in _GROWING,
-        "vLLM's own adaptive verification is on": runner.adaptive_verification is not None,
+        "vLLM's own adaptive verification is on": bool(config.speculative_config.enable_adaptive_verification),
+        "acceptance is synthetic": config.speculative_config.rejection_sample_method == "synthetic",
+        f"honed doesn't know vLLM's {state}": state not in _MODEL_STATES,
         "a KV connector moves blocks": config.kv_transfer_config is not None,
         "custom logits processors may look at the rows before": len(runner.sampler.logits_processors) > _OWN_PROCESSORS,
         "trees beside CUDA graphs weren't seen on a GPU yet: HONED_TREES=graphs tries them": has_graphs and not may_have_graphs,

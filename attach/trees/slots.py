@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
+
+NODES_SHARE = 0.5
+"""Most of a step's tokens that trees may take: the rest is for prompts, and for requests that vLLM schedules last."""
 
 
 def block_tokens_of(speculative_config: Any) -> int:
@@ -37,3 +41,16 @@ def reserve(scheduler: Any, block_tokens: int) -> None:
     own.speculative_config = speculative
     scheduler.vllm_config = own
     scheduler.num_lookahead_tokens -= spare
+
+
+def fitting(lengths: Sequence[int], room: int, least: int) -> list[int]:
+    """Lower the largest of a step's lengths until all have room together, but none below `least`, a chain's."""
+    if sum(lengths) <= room:
+        return list(lengths)
+    left, most = room, least
+    for place, length in enumerate(ordered := sorted(lengths)):
+        if length * (len(ordered) - place) > left:
+            most = max(left // (len(ordered) - place), least)
+            break
+        left -= length
+    return [min(length, most) for length in lengths]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from honed.attach.events.step_log import TREES, TREES_ARE_OFF
+from honed.attach.events.step_log import TREES, TREES_ARE_OFF, UNWALKED
 from honed.attach.trees.tree_step import TreeStep
 from honed.attach.trees.walk import Walk, describe
 
@@ -27,23 +27,29 @@ def to_host(step: TreeStep, walked: Walk, side: Any) -> Told:
         return step.request_ids, [tensor.to("cpu", non_blocking=True) for tensor in wanted]
 
 
-def tell(output: Any, told: Told | None, is_off: bool) -> None:
-    """Note on vLLM's output of a step which rounds had trees, and whether there will be none any more."""
+def tell(output: Any, told: Told | None, wanted: set[str], is_off: bool) -> None:
+    """Note on vLLM's output of a step which rounds had trees, and whether there will be none any more.
+
+    Args:
+        wanted: requests whose drafts were nodes, or padding. Those that `told` lacks weren't verified as a tree.
+    """
     if is_off:
         setattr(output, TREES_ARE_OFF, True)
+    names, tensors = told or ([], [])
+    if unwalked := wanted.difference(names):
+        setattr(output, UNWALKED, unwalked)
     if told is not None:
-        names, tensors = told
         setattr(output, TREES, dict(zip(names, describe(*tensors), strict=True)))
 
 
-def tell_later(output: Any, told: Told | None, is_off: bool, on_error: Callable[[str], None]) -> None:
+def tell_later(output: Any, told: Told | None, wanted: set[str], is_off: bool, on_error: Callable[[str], None]) -> None:
     """Do it once the tokens of vLLM's asynchronous output have come."""
     get_output = output.get_output
 
     def get_output_with_trees() -> Any:
         found = get_output()
         try:
-            tell(found, told, is_off)
+            tell(found, told, wanted, is_off)
         except Exception:
             on_error("telling of trees")
         return found

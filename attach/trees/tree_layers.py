@@ -29,6 +29,9 @@ _BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
 """Those whose metadata say where a request's keys are."""
 
 
+_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
 class TreeLayers:
     """The target's layers that look at other rows than their own.
 
@@ -183,6 +186,8 @@ def _misfit(layer: Any) -> str:
         return "it has ALiBi"
     if getattr(impl, "logits_soft_cap", None):
         return "its scores are capped"
-    if "fp8" in str(getattr(impl, "kv_cache_dtype", "")):
+    if getattr(impl, "kv_cache_dtype", "auto") not in _CACHE_DTYPES:
         return "its cache is quantised"
+    if getattr(impl, "chunk_lookback", -1) > -1:
+        return "its window is of aligned chunks"
     return ""

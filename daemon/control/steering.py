@@ -208,11 +208,12 @@ class Steering:
         if why := settings.why_no_drafts(hello.num_spec_tokens):
             log.warning("no draft length is left to choose", engine_id=hello.engine_id, why=why)
         engine = hello.engine_id, hello.num_spec_tokens, hello.max_num_seqs
-        return SharedController(*engine, settings, tells_steps=self._tells_steps)
+        return SharedController(*engine, settings, tells_steps=self._tells_steps, chain_tokens=hello.chain_tokens)
 
     def fits(self, controller: EngineController, hello: wire.EngineHello) -> bool:
         """True if the engine's controller still fits its new hello."""
-        return controller.settings == self._settings_for(hello)
+        is_as_long = controller.num_spec_tokens == hello.num_spec_tokens  # it changes as trees begin or end
+        return is_as_long and controller.settings == self._settings_for(hello)
 
     def _settings_for(self, hello: wire.EngineHello) -> ControllerSettings:
         return self._settings.with_graphs(hello.captured_tokens, hello.captured_lengths)

@@ -105,7 +105,7 @@ class Engine:
         policy, most = self.policy, self.hello.num_spec_tokens
         if policy.kind == "off":
             return most
-        most = min(most, policy.static_k if policy.kind == "static" else policy.max_k)
+        most = min(most, policy.max_k, policy.static_k if policy.kind == "static" else most)
         return most if policy.request_ceiling < 0 else min(most, policy.request_ceiling)
 
     @property

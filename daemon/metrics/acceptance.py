@@ -69,9 +69,9 @@ def _totals(rounds: Rounds) -> Iterator[Metric]:
 
 def _by_position(rounds: Rounds) -> Iterator[Metric]:
     for name, text, field in (
-        ("honed_position_drafted", "Rounds that drafted this position (from 0).", "drafted"),
+        ("honed_position_drafted", "Rounds that drafted this position (from 0); of a tree, its chain.", "drafted"),
         ("honed_position_tried", "Rounds that drafted this position and accepted every one before it.", "tried"),
-        ("honed_position_accepted", "Rounds that accepted this position.", "accepted"),
+        ("honed_position_accepted", "Rounds that accepted this position; of a tree, of its chain.", "accepted"),
     ):
         family = CounterMetricFamily(name, text, labels=[*ROUND_LABELS, "position"])
         for labels, counts in rounds:

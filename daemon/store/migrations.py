@@ -40,6 +40,7 @@ CREATE TABLE boots (
   drafted_by_position TEXT NOT NULL DEFAULT '[]',
   tried_by_position TEXT NOT NULL DEFAULT '[]',
   accepted_by_position TEXT NOT NULL DEFAULT '[]',
+  beyond_by_position TEXT NOT NULL DEFAULT '[]',
   lost_rounds INTEGER NOT NULL DEFAULT 0,    -- the engine's own totals of what it had to drop
   lost_draft_tokens INTEGER NOT NULL DEFAULT 0,
   lost_accepted_tokens INTEGER NOT NULL DEFAULT 0,
@@ -71,6 +72,7 @@ CREATE TABLE rollups (
   tree_rounds INTEGER NOT NULL, tree_nodes INTEGER NOT NULL,
   tree_accepted_tokens INTEGER NOT NULL, chain_accepted_tokens INTEGER NOT NULL,
   drafted_by_position TEXT NOT NULL, tried_by_position TEXT NOT NULL, accepted_by_position TEXT NOT NULL,
+  beyond_by_position TEXT NOT NULL,
   stored_s INTEGER NOT NULL,                 -- first time, of the clock that ages are counted on
   PRIMARY KEY (resolution_s, bucket_s, engine_id, workload, drafter_version)
 ) WITHOUT ROWID;

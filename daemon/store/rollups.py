@@ -6,7 +6,9 @@ Positions count from 0 for the first draft token. Of the rounds with at least on
     tried[j]    = of these, rounds that verified draft j and accepted all drafts before it: the trials of a_j
     accepted[j] = of these, rounds that also accepted draft j: the successes of a_j
 
-so a_j = accepted[j] / tried[j] for any draft lengths, Σ drafted = draft tokens and Σ accepted = accepted tokens.
+so a_j = accepted[j] / tried[j] for any draft lengths. Of a draft tree they are those of the drafter's own chain in it, and tell
+about the drafter whatever the tree's size; `beyond` has the accepted nodes that the chain lacks. Without trees Σ drafted are
+the draft tokens and Σ accepted the accepted ones.
 A round without draft tokens is a plain decode step; it counts in `plain_rounds` and `delivered_tokens` only.
 
 These are vLLM's own counts, but for `delivered_tokens`: vLLM also accepts tokens past a request's end, which nobody gets.
@@ -58,6 +60,8 @@ class Counts:
     drafted: Ints = field(default_factory=no_positions)  # [K]
     tried: Ints = field(default_factory=no_positions)  # [K]
     accepted: Ints = field(default_factory=no_positions)  # [K]
+    beyond: Ints = field(default_factory=no_positions)  # [K]
+    """Rounds with more than j accepted tokens, without those whose chain alone has so many; empty without trees."""
 
     def add(self, other: Counts) -> None:
         """Add `other` to this in place."""
@@ -73,6 +77,7 @@ class Counts:
         self.drafted = add_positions(self.drafted, other.drafted)
         self.tried = add_positions(self.tried, other.tried)
         self.accepted = add_positions(self.accepted, other.accepted)
+        self.beyond = add_positions(self.beyond, other.beyond)
 
     @property
     def emitted_tokens(self) -> int:
@@ -99,7 +104,7 @@ class Counts:
 
     def accepted_histogram(self) -> Ints:
         """Rounds by number of accepted drafts, 0 … K."""  # [K + 1]
-        at_least = np.concatenate(([self.rounds], self.accepted, [0]))
+        at_least = np.concatenate(([self.rounds], add_positions(self.accepted, self.beyond), [0]))
         histogram: Ints = at_least[:-1] - at_least[1:]
         return histogram
 
@@ -118,6 +123,7 @@ class Counts:
             "drafted_by_position": to_json(self.drafted),
             "tried_by_position": to_json(self.tried),
             "accepted_by_position": to_json(self.accepted),
+            "beyond_by_position": to_json(self.beyond),
         }
 
     @classmethod
@@ -143,6 +149,7 @@ class Counts:
             from_json(row["drafted_by_position"]),
             from_json(row["tried_by_position"]),
             from_json(row["accepted_by_position"]),
+            from_json(row["beyond_by_position"]),
         )
 
 
@@ -157,7 +164,7 @@ COUNT_COLUMNS = (
     "tree_accepted_tokens",
     "chain_accepted_tokens",
 )
-POSITION_COLUMNS = ("drafted_by_position", "tried_by_position", "accepted_by_position")
+POSITION_COLUMNS = ("drafted_by_position", "tried_by_position", "accepted_by_position", "beyond_by_position")
 SUMS = ", ".join(f"sum({name}) AS {name}" for name in COUNT_COLUMNS)
 POSITION_SUMS = ", ".join(f"group_concat({name}) AS {name}" for name in POSITION_COLUMNS)
 """Columns of a query over many rows of `boots` or `rollups`, for `Counts.from_sums`."""
@@ -288,12 +295,17 @@ def _tabulate(
 
     rounds, plain = sums(is_draft.astype(np.int64)), sums((~is_draft).astype(np.int64))
     sum_drafted, sum_accepted, sum_delivered = sums(drafted), sums(accepted), sums(delivered)
-    by_drafted, by_accepted = at_least(drafted, is_draft), at_least(accepted, is_draft)
-    by_tried = at_least(np.minimum(judged - 1, accepted), is_tried)
-    trees = [[0] * num_cells] * 4
+    trees, beyond = [[0] * num_cells] * 4, np.zeros((num_cells, 1), dtype=np.int64)
     if len(chains[0]):
         is_tree = chains[0] > 0
         trees = [sums(values * is_tree) for values in (np.ones_like(drafted), drafted, accepted, chains[1])]
+        beyond = at_least(accepted, is_draft)
+        drafted, judged = np.where(is_tree, chains[0], drafted), np.where(is_tree, chains[0], judged)
+        accepted = np.where(is_tree, chains[1], accepted)
+        beyond = beyond - at_least(accepted, is_draft)
+    longest = int(np.maximum(drafted, judged).max())
+    by_drafted, by_accepted = at_least(drafted, is_draft), at_least(accepted, is_draft)
+    by_tried = at_least(np.minimum(judged - 1, accepted), is_tried)
     return [
         Counts(
             rounds[i],
@@ -305,9 +317,10 @@ def _tabulate(
             trees[1][i],
             trees[2][i],
             trees[3][i],
-            by_drafted[i, 1:].copy(),
-            by_tried[i, : width - 1].copy(),
-            by_accepted[i, 1:].copy(),
+            by_drafted[i, 1 : longest + 1].copy(),
+            by_tried[i, :longest].copy(),
+            by_accepted[i, 1 : longest + 1].copy(),
+            beyond[i, 1:].copy(),
         )
         for i in range(num_cells)
     ]

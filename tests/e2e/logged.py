@@ -52,6 +52,12 @@ def rounds(batches: list[wire.EventBatch]) -> list[dict[str, Any]]:
     return rows
 
 
+def without_tree(batches: list[wire.EventBatch], chain_tokens: int) -> list[dict[str, Any]]:
+    """Rounds with more drafts than the drafter's chain has, of which no tree is told."""
+    chains = [chain for batch in batches for chain in batch.rounds.chain_tokens or [0] * len(batch.rounds.step)]
+    return [row for row, chain in zip(rounds(batches), chains, strict=True) if row["k"] > chain_tokens and not chain]
+
+
 def counted(rows: list[dict[str, Any]]) -> dict[str, int]:
     """The rows' sums, as vLLM counts."""
     return {

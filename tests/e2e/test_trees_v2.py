@@ -10,7 +10,7 @@ import pytest
 from honed.daemon.install.vllm_args import table_for
 from tests.e2e.device_waits import device_waits, of_honed
 from tests.e2e.engine import DRAFTER, IS_CUDA, IS_SLOW, IS_V2, K, TestEngine, engine, held_out
-from tests.e2e.logged import counted, rounds, set_policy, take_batches
+from tests.e2e.logged import counted, rounds, set_policy, take_batches, without_tree
 
 pytestmark = [
     pytest.mark.e2e,
@@ -92,6 +92,34 @@ def test_seeded_tokens_are_those_without_speculation(
     monkeypatch.setattr("honed.attach.trees.runner_v2.MOST_DRAWN_BYTES", 1)
     set_policy(trees, static_k=SLOTS, max_k=SLOTS)
     assert trees.generate(PROMPTS, **SEEDED) == references["seeded"]
+
+
+@pytest.mark.parametrize("where", ["_place", "_draw"])
+def test_a_failure_costs_acceptance_and_no_token(
+    trees: TestEngine, references: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, calls = trees.core.model_executor.driver_worker.worker._honed_trees, 0
+    works = getattr(mine, where)
+
+    def fails_sometimes(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 4 == 2:
+            raise RuntimeError("broken on purpose")
+        return works(*args)
+
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    take_batches(trees)
+    errors = trees.core.model_executor.driver_worker.worker._honed_errors
+    monkeypatch.setattr(mine, where, fails_sometimes)
+    monkeypatch.setattr(errors, "count", errors.count)
+    try:
+        assert trees.generate(PROMPTS, **GREEDY) == references["greedy"]
+        untold = without_tree(take_batches(trees), K)
+        assert untold != []
+        assert all(row["trimmed"] == row["k"] - row["accepted"] for row in untold), "its nodes count as a chain's drafts"
+    finally:
+        mine._num_failures = 0
 
 
 def test_penalties_keep_vllms_own_chain(trees: TestEngine, references: dict[str, Any]) -> None:

@@ -39,9 +39,9 @@ def test_a_workload_is_drawn_to_its_engine():
     rng = np.random.default_rng(2)
     engine, own = TreeGains(7, 1e9), TreeGains(7, 1e9)
     engine.observe(trees(rng, np.full(7, 0.5), np.full(1000, 7)))
-    assert own.values(engine.values()) == pytest.approx(engine.values())
+    assert own.values(prior=engine.values()) == pytest.approx(engine.values())
     own.observe(trees(rng, np.full(7, 0.1), np.full(1000, 7)))
-    assert own.values(engine.values()) == pytest.approx(np.full(7, 0.1), abs=0.04)
+    assert own.values(prior=engine.values()) == pytest.approx(np.full(7, 0.1), abs=0.04)
 
 
 def test_old_trees_fade():
@@ -50,6 +50,26 @@ def test_old_trees_fade():
     gains.observe(trees(rng, np.full(7, 0.1), np.full(1000, 7)))
     assert gains.values() == pytest.approx(np.full(7, 0.1), abs=0.1)
     assert gains.trials[0] == pytest.approx(100.0, rel=0.02)
+
+
+def test_a_shorter_memory_has_followed_a_change_that_the_longest_hasnt():
+    rng, gains = np.random.default_rng(4), TreeGains(7, 4000.0)
+    gains.observe(trees(rng, np.full(7, 0.8), np.full(4000, 7)))
+    gains.observe(trees(rng, np.full(7, 0.1), np.full(100, 7)))
+    short, middle, longest = (gains.values(np.eye(3)[number]) for number in range(3))
+    assert short == pytest.approx(np.full(7, 0.1), abs=0.15)
+    assert (short < middle).all()
+    assert (longest > 0.7).all()
+    assert gains.values() == pytest.approx(longest)
+    assert (gains.values(np.full(3, 1 / 3)) < longest).all()
+
+
+def test_before_a_second_node_was_seen_nodes_are_worth_less_and_less():
+    """Else one-node trees would promise as many tokens as there are slots."""
+    rng, gains = np.random.default_rng(5), TreeGains(31, 4000.0)
+    gains.observe(trees(rng, np.full(31, 0.7), np.full(200, 1)))
+    assert gains.values()[0] == pytest.approx(0.7, abs=0.1)
+    assert gains.values().sum() < 5.0
 
 
 def test_nothing_seen_is_a_guess():

@@ -18,7 +18,7 @@ def tree_batch(rng, values, sizes, seq, workload="default"):
     hit = (rng.random((len(sizes), SLOTS)) < values) & (np.arange(SLOTS) < sizes[:, None])
     chain = np.minimum(sizes, CHAIN)
     kept = np.logical_and.accumulate(hit, axis=1).sum(1)
-    batch = make_batch(sizes, hit.sum(1), workload, seq=seq, requests=rng.integers(0, 30, size=len(sizes)))
+    batch = make_batch(sizes, hit.sum(1), workload, seq=seq, requests=10 * seq + rng.integers(0, 30, size=len(sizes)))
     rounds = msgspec.structs.replace(
         batch.rounds,
         chain_tokens=chain.tolist(),
@@ -29,7 +29,7 @@ def tree_batch(rng, values, sizes, seq, workload="default"):
 
 
 def learned(values, rounds=3000, seed=0):
-    rng, controller = np.random.default_rng(seed), EngineController("engine-0", SLOTS, 8)
+    rng, controller = np.random.default_rng(seed), EngineController("engine-0", SLOTS, 8, chain_tokens=CHAIN)
     events = []
     for seq in range(1, rounds // 100 + 1):
         sizes = rng.integers(1, SLOTS + 1, size=100)
@@ -64,7 +64,8 @@ def test_the_budget_follows_the_price_of_a_row_and_the_worth_of_nodes():
 
 
 def test_budgets_that_change_are_no_drift():
-    rng, controller, values = np.random.default_rng(5), EngineController("engine-0", SLOTS, 8), 0.7 * 0.85 ** np.arange(SLOTS)
+    rng, controller = np.random.default_rng(5), EngineController("engine-0", SLOTS, 8, chain_tokens=CHAIN)
+    values = 0.7 * 0.85 ** np.arange(SLOTS)
     alarms = []
     for seq in range(1, 81):
         size = 31 if seq % 20 < 10 else 3
@@ -73,6 +74,28 @@ def test_budgets_that_change_are_no_drift():
     for seq in range(81, 121):
         alarms += controller.observe(tree_batch(rng, values / 4, np.full(100, 15), seq))
     assert alarms
+
+
+@pytest.mark.fault("values of nodes that follow no change")
+def test_nodes_follow_a_change_as_the_chain_does():
+    """After 300 rounds nodes were still believed worth nine tenths of what they had been."""
+    controller, _ = learned(0.8 * 0.95 ** np.arange(SLOTS), rounds=8000)
+    rng, values = np.random.default_rng(9), 0.3 * 0.7 ** np.arange(SLOTS)
+    for seq in range(100, 130):
+        controller.observe(tree_batch(rng, values, np.full(10, 31), seq))
+    priors = [p for p in controller.propose(0.0).priors if not p.keeps_chain]
+    assert len(priors) == 2
+    for prior in priors:
+        assert np.cumprod(prior.acceptance).sum() < 2.0 * values.sum()
+
+
+def test_the_drafters_chain_is_told_apart_from_the_nodes():
+    """Told by as many positions as there are slots, its acceptance length never was that of the drafter."""
+    values = 0.85 ** np.arange(1, SLOTS + 1)
+    controller, _ = learned(values)
+    engine = controller.beliefs()["engine"]
+    assert len(engine["acceptance"]) == CHAIN
+    assert controller.propose(0.0).static_k == CHAIN
 
 
 def test_a_swap_forgets_what_nodes_were_worth():

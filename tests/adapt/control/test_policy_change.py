@@ -38,6 +38,7 @@ def chat(**changes: Any) -> list[WorkloadPrior]:
         ({"max_k": 2}, "max_k 3 -> 2"),
         ({"ttl_s": 5.0}, "settings"),
         ({"priors": POLICY.priors[:1]}, "workload 'chat' is forgotten"),
+        ({"priors": chat(acceptance=[*CURVE, 0.5])}, "acceptance of workload 'chat': 3 -> 4 figures"),
         ({"priors": [*POLICY.priors, WorkloadPrior(workload="new", acceptance=CURVE)]}, "workload 'new' is new"),
         ({"priors": chat(acceptance=[0.8, 0.5, 0.6])}, "acceptance of workload 'chat' at position 2: 0.700 -> 0.500"),
         ({"priors": chat(acceptance=[0.8, 0.703, 0.6])}, ""),
@@ -65,6 +66,13 @@ def chat(**changes: Any) -> list[WorkloadPrior]:
 )
 def test_the_first_material_difference_is_named(changes: dict[str, Any], said: str) -> None:
     assert what_changed(POLICY, msgspec.structs.replace(POLICY, **changes), 16) == said
+
+
+def test_small_steps_of_many_nodes_add_up() -> None:
+    old, new = (
+        msgspec.structs.replace(POLICY, priors=[WorkloadPrior(workload="", acceptance=[value] * 31)]) for value in (0.9, 0.896)
+    )
+    assert what_changed(old, new, 8) == "accepted drafts of the engine, of 31: 8.66 -> 8.33"
 
 
 def test_the_first_policy_says_so() -> None:

@@ -11,6 +11,7 @@ from honed.adapt.monitor.canary import LEAST_PAIRS, Canary, CanarySettings, Verd
 from honed.adapt.monitor.evidence import BETS_SHAPE
 from honed.adapt.protocol.workloads import MAX_WORKLOADS, OTHER_WORKLOAD
 from tests.adapt.simulate import make_batch, simulate_rounds
+from tests.adapt.trees_of_rounds import tree_batch
 
 K = 7
 CURVE = np.array([0.75, 0.72, 0.7, 0.7, 0.68, 0.68, 0.65])
@@ -46,6 +47,35 @@ def test_a_difference_is_found_and_the_decision_stays(factor, decision):
     assert verdict.change == pytest.approx(factor - 1.0, abs=0.06)
     assert verdict.rounds <= 4000
     assert run(canary, np.random.default_rng(2), {"v2": CURVE}, max_windows=20) is verdict
+
+
+def run_trees(canary, rng, temperatures, budget=7, max_windows=1000):
+    accepted = {"v1": [], "v2": []}
+    for _ in range(max_windows):
+        serving = canary.serving
+        batch = tree_batch(rng, [budget] * 50, temperatures.get(serving, 1.0), version=serving)
+        accepted[serving] += batch.rounds.num_accepted_tokens
+        canary.observe(batch)
+        if canary.turn(old_begins=bool(rng.integers(2))).decision != "undecided":
+            break
+    return canary.verdict, *(np.mean(accepted[version]) for version in ("v1", "v2"))
+
+
+@pytest.mark.fault("a worse drafter promoted where trees are verified")
+@pytest.mark.parametrize(("temperature", "decision"), [(2.0, "worse"), (1.0, "undecided"), (0.5, "worse")])
+def test_of_trees_what_they_get_is_compared(temperature, decision):
+    """The same order of candidates at other temperatures: worse trees. Chains within flat trees are right more often."""
+    canary = Canary(FAST, "v1", "v2", 31, old_begins=True)
+    verdict, old, new = run_trees(canary, np.random.default_rng(6), {"v2": temperature}, max_windows=400)
+    assert verdict.decision == decision, (verdict.text, old, new)
+    assert temperature == 1.0 or new < old
+
+
+def test_a_better_tree_is_found_better():
+    canary = Canary(FAST, "v1", "v2", 31, old_begins=True)
+    verdict, old, new = run_trees(canary, np.random.default_rng(7), {"v1": 2.0})
+    assert verdict.decision == "better"
+    assert new > old
 
 
 def test_ruined_weights_are_gone_after_some_ten_pairs():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,10 +34,15 @@ class Engine:
 
 
 def link(
-    engine: Engine | None, monkeypatch: pytest.MonkeyPatch, *capabilities: str, trees: str = "0", **more: Any
+    engine: Engine | None,
+    monkeypatch: pytest.MonkeyPatch,
+    *capabilities: str,
+    trees: str = "0",
+    folder: Path = Path("/nowhere/honed"),
+    **more: Any,
 ) -> WorkerLink:
     monkeypatch.setattr(engine_hook, "current", lambda: engine)
-    settings = from_environment({"HONED_RUNTIME_DIR": "/run/honed", "HONED_TREES": trees}, 0)
+    settings = from_environment({"HONED_RUNTIME_DIR": str(folder), "HONED_TREES": trees}, 0)
     assert settings is not None
     findings = Findings(("events", *capabilities), (), is_known=more.pop("is_known", True))
     return WorkerLink(settings, findings, b"s" * 16, **more)
@@ -76,14 +82,29 @@ def test_workers_that_fail_have_nothing_to_offer(monkeypatch: pytest.MonkeyPatch
     assert not made.can_capture
 
 
-def test_the_workers_know_how_often_the_target_was_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workers_know_when_the_target_was_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
     made = link(engine, monkeypatch, "capture", "swap")
-    made.note_new_target()  # before they are attached
+    made.note_new_target()  # before they are attached: nothing is captured yet
     made.attach()
     made.note_new_target()
-    assert engine.asked[0][1][0]["target_updates"] == 1
-    assert engine.asked[-1] == ("honed_new_target", (2,))
+    assert [method for method, _ in engine.asked].count("honed_new_target") == 1
+
+
+@pytest.mark.fault("prompts of an earlier start in a ring that nothing is written to any more")
+@pytest.mark.parametrize("capabilities", [(), ("capture", "swap")])
+def test_the_ring_of_an_earlier_start_is_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capabilities: tuple[str, ...]
+) -> None:
+    made = link(Engine(), monkeypatch, *capabilities, folder=tmp_path)
+    ring = made._settings.ring_path
+    ring.parent.mkdir(parents=True)
+    ring.write_bytes(b"prompts")
+    made.attach()
+    assert not ring.exists()
+    ring.write_bytes(b"of this start")
+    made.attach()
+    assert ring.exists()
 
 
 def test_without_capture_no_ring_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

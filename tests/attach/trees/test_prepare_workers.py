@@ -30,6 +30,18 @@ def test_the_plugin_leaves_the_model_runner_to_be_imported_with_a_configuration(
     assert found.stdout.split() == ["False"]
 
 
+@pytest.mark.fault("a mistyped switch that keeps vLLM from starting")
+def test_a_mistyped_switch_keeps_no_process_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM calls plugins unguarded. The scheduler's process logs what is wrong."""
+    from honed.attach.plugin import register
+    from honed.attach.trees import runner_v2
+
+    monkeypatch.setenv("HONED_RUNTIME_DIR", "/nonexistent/honed")
+    monkeypatch.setenv("HONED_TREES", "graph")
+    monkeypatch.setattr(runner_v2, "prepare_workers", lambda *_: pytest.fail("trees aren't switched on"))
+    register()
+
+
 @pytest.mark.parametrize(
     ("speculative", "is_v2"),
     [(None, True), (SimpleNamespace(method="mtp"), True), (SimpleNamespace(method="dflash"), False)],

@@ -168,13 +168,18 @@ def test_adding_positions_is_commutative_and_keeps_the_sum(a: list[int], b: list
     assert add_json(None, "[1,2]") == "[1,2]"
 
 
+@pytest.mark.fault("a tree's nodes counted as the drafter's positions")
 def test_trees_are_counted_beside_the_rest() -> None:
+    """By position it is the drafter's own chain: else a smaller tree would look like a drafter that has got worse."""
     batch = make_batch(1, drafted=[7, 3], accepted=[4, 1], rounds=2)
     rounds = msgspec.structs.replace(batch.rounds, chain_tokens=[3, 0], chain_accepted=[1, 0], nodes=[0, 2, 4, 5])
     total = count_batch(msgspec.structs.replace(batch, rounds=rounds), 10**18).total
     assert (total.draft_tokens, total.accepted_tokens) == (10, 5)
     assert (total.tree_rounds, total.tree_nodes, total.tree_accepted_tokens, total.chain_accepted_tokens) == (1, 7, 4, 1)
-    assert total.accepted.tolist() == [2, 1, 1, 1, 0, 0, 0]  # by position of the walk, as vLLM counts
+    assert total.drafted.tolist() == [2, 2, 2]
+    assert total.tried.tolist() == [2, 2, 0]
+    assert total.accepted.tolist() == [2, 0, 0]
+    assert total.accepted_histogram().tolist() == [0, 1, 0, 0, 1, 0, 0, 0], "the tree's four tokens as one round's"
     assert Counts.from_row(total.row()).row() == total.row()
     with pytest.raises(MalformedBatchError, match="nodes"):
         count_batch(msgspec.structs.replace(batch, rounds=msgspec.structs.replace(rounds, nodes=[0, 2, 4])), 10**18)
