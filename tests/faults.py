@@ -35,6 +35,7 @@ FAULTS = (
     "a worse drafter promoted where trees are verified",
     "values of nodes that follow no change",
     "trees that take a step's tokens from prompts and other requests",
+    "the largest trees for all where nobody decides",
     "a drafter smaller than what vLLM reads of it",
     "attention of trees by layers that attend otherwise",
     "a mistyped switch that keeps vLLM from starting",

@@ -85,6 +85,8 @@ class LogBuilder:
         """Rounds of wanted steps."""
         self.num_trees = 0
         """Those among them that verified a draft tree: what another length would have given isn't in their figures."""
+        self.first_tree_unix_ns = 0
+        """End of the first step with one; 0: none."""
         self.first_unix_ns, self.last_unix_ns = 0, 0
         """Ends of the first and the last step; 0 before there is any."""
 
@@ -126,7 +128,11 @@ class LogBuilder:
         self._rounds.append(np.stack(columns)[:, is_wanted[place]])
         self._steps.append(np.concatenate([steps, np.full((1, steps.shape[1]), boot)])[:, is_wanted])
         if batch.rounds.chain_tokens:
-            self.num_trees += int((np.array(batch.rounds.chain_tokens) > 0)[is_wanted[place]].sum())
+            is_tree = (np.array(batch.rounds.chain_tokens) > 0) & is_wanted[place]
+            self.num_trees += int(is_tree.sum())
+            if is_tree.any():
+                first_ns = int(unix_ns[place[is_tree]].min())
+                self.first_tree_unix_ns = min(self.first_tree_unix_ns or first_ns, first_ns)
         self._num_steps += int(is_wanted.sum())
         self.num_rounds += self._rounds[-1].shape[1]
         self.first_unix_ns = min(self.first_unix_ns or 1 << 62, int(unix_ns[is_wanted].min()))

@@ -416,7 +416,7 @@ SWAP: tuple[Clause, ...] = (
 _LAYER, _SAMPLE = "model_executor/layers/attention/attention.py", "v1/sample/rejection_sampler.py"
 TREES: tuple[Clause, ...] = (
     *WORKERS,
-    Attributes(_SCHED, "Scheduler", ("vllm_config", "num_lookahead_tokens")),
+    Attributes(_SCHED, "Scheduler", ("vllm_config", "num_lookahead_tokens", "max_num_scheduled_tokens")),
     Attributes(
         "config/speculative.py", "SpeculativeConfig", ("max_num_new_slots_for_drafting", "disable_padded_drafter_batch")
     ),

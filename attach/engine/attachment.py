@@ -74,7 +74,7 @@ class Attachment:
         """Draft tokens of the drafter's block: fewer than K where the server was given slots for trees."""
         self._most_tokens = self._chain_tokens
         """Most draft tokens of a request: without trees, slots beyond the drafter's block are of no use."""
-        self._most_rows = int(scheduler.max_num_scheduled_tokens * NODES_SHARE)
+        self._most_rows = 0
         """Most tokens of a step with trees that aren't a prompt's."""
         self._can_decide = "draft_length" in findings.capabilities and self._num_spec_tokens > 0
         self._is_block_open = can_shorten_block(vllm_config)
@@ -228,6 +228,7 @@ class Attachment:
         is_more_known = self._workers.attach()
         if "trees" in self._workers.findings.capabilities and self._most_tokens < self._num_spec_tokens:
             self._most_tokens = self._num_spec_tokens
+            self._most_rows = int(self._scheduler.max_num_scheduled_tokens * NODES_SHARE)
             reserve(self._scheduler, self._chain_tokens)
         if is_more_known:
             self._publisher.reintroduce()
@@ -295,11 +296,11 @@ class Attachment:
             elif self._can_skip and not decision.block:
                 block = output.num_spec_tokens_to_schedule = 0
         else:
-            if not self._table.is_there:  # else vLLM's own table by batch size may be in force
+            if self._can_decide and not self._table.is_there:  # else vLLM's own table by batch size may be in force
                 most = min(most, self._chain_tokens)
             if self._is_block_open:
                 block = min(getattr(output, "num_spec_tokens_to_schedule", block), most)
-            if most < self._num_spec_tokens:
+            if most < self._num_spec_tokens and (self._can_decide or self._is_block_open):
                 lengths = [most] * len(ids)
                 if self._is_block_open:
                     output.num_spec_tokens_to_schedule = block

@@ -150,7 +150,7 @@ def replay(database: Path, question: Question) -> Document:
     until_s = now_s if question.until_s is None else min(question.until_s, now_s)
     since_s, num_left_out = _start(database, engine_id, question, until_s)
     log, span, unreadable = _read(database, engine_id, since_s, until_s)
-    num_spec_tokens = max(log.most_drafted, hello.num_spec_tokens if hello else 0)
+    num_spec_tokens = max(log.most_drafted, (hello.chain_tokens or hello.num_spec_tokens) if hello else 0)
     settings = question.settings or ControllerSettings()
     settings = settings.with_graphs(*(hello.captured_tokens, hello.captured_lengths) if hello else ((), ()))
     try:
@@ -430,9 +430,10 @@ def _read(database: Path, engine_id: str, since_s: float | None, until_s: float)
         cure = "Take a longer span: --last 1d, or neither --since nor --until."
         raise ReplayError(f"engine {engine_id} has logged no verify round in that time", cure=cure)
     if builder.num_trees:
+        since = dt.datetime.fromtimestamp(builder.first_tree_unix_ns / 1e9).isoformat(timespec="seconds")
         raise ReplayError(
             f"{builder.num_trees:,} rounds of that time verified draft trees, and a replay follows chains only",
-            cure="Take a span from before trees were switched on (--since, --until), or another engine (--engine).",
+            cure=f"Take a span without: the first tree is of {since} (--until), or name another engine (--engine).",
         )
     return log, (builder.first_unix_ns, builder.last_unix_ns), tally.unreadable_batches
 

@@ -334,6 +334,27 @@ def test_without_rows_in_order_acceptance_falls(
     assert accepted[1] > 1.05 * accepted[0]  # as many tokens took more rounds
 
 
+@pytest.mark.fault("the largest trees for all where nobody decides")
+@pytest.mark.parametrize("fields", [{"kind": "off"}, {"static_k": K, "max_k": SLOTS, "ttl_s": 0.0}])
+def test_where_nobody_decides_trees_are_as_large_as_the_chain(
+    trees: TestEngine, plain: list[list[int]], fields: dict[str, Any]
+) -> None:
+    set_policy(trees, **fields)
+    take_batches(trees)
+    assert answers(trees) == plain
+    assert max(row["k"] for row in rounds(take_batches(trees))) == K
+
+
+def test_trees_leave_half_of_a_steps_tokens(trees: TestEngine, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    take_batches(trees)
+    monkeypatch.setattr(trees.honed, "_most_rows", 8 * (K + 5))
+    assert answers(trees) == plain
+    lengths = [row["k"] for row in rounds(take_batches(trees))]
+    assert max(lengths) > K
+    assert lengths.count(K + 4) > len(lengths) / 4
+
+
 @pytest.mark.fault("a tree that failed, logged as a chain whose drafts were wrong")
 @pytest.mark.parametrize("where", ["_place", "_walk", "_grow", "_in_order", "_attend"])
 def test_a_failure_costs_acceptance_and_no_token(

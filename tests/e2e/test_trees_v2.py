@@ -122,6 +122,14 @@ def test_a_failure_costs_acceptance_and_no_token(
         mine._num_failures = 0
 
 
+def test_where_nobody_decides_trees_are_as_large_as_the_chain(trees: TestEngine, references: dict[str, Any], mode: str) -> None:
+    set_policy(trees, kind="off")
+    take_batches(trees)
+    assert trees.generate(PROMPTS, **GREEDY) == references["greedy"]
+    longest = max(row["k"] for row in rounds(take_batches(trees)))
+    assert longest == K if mode == "eager" else longest <= SLOTS, "vLLM's own table decides beside graphs"
+
+
 def test_penalties_keep_vllms_own_chain(trees: TestEngine, references: dict[str, Any]) -> None:
     set_policy(trees, static_k=SLOTS, max_k=SLOTS)
     take_batches(trees)
