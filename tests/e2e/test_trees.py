@@ -15,6 +15,7 @@ import torch
 
 from tests.e2e.device_waits import device_waits, of_honed
 from tests.e2e.engine import DRAFTER, IS_ASYNC, IS_CUDA, IS_V2, TARGET, K, TestEngine, engine, held_out
+from tests.e2e.failing import fail_sometimes
 from tests.e2e.logged import counted, rounds, set_policy, take_batches, without_tree
 from tests.e2e.swapping import wait_until_compiled, wait_until_written
 from tests.e2e.test_engine_modes import grammar
@@ -361,23 +362,13 @@ def test_a_failure_costs_acceptance_and_no_token(
     trees: TestEngine, plain: list[list[int]], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_policy(trees, static_k=15, max_k=SLOTS)
-    mine, calls = trees_of(trees), 0
-    owner = mine.layers if where == "_attend" else mine
-    works = getattr(owner, where)
-
-    def fails_sometimes(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls % 7 == 3:
-            raise RuntimeError("broken on purpose")
-        return works(*args)
-
+    mine = trees_of(trees)
     trees.scheduler.reset_prefix_cache()
     take_batches(trees)
-    monkeypatch.setattr(owner, where, fails_sometimes)
+    calls = fail_sometimes(monkeypatch, mine.layers if where == "_attend" else mine, where, every=7, at=3)
     try:
         assert answers(trees) == plain
-        assert calls > 3
+        assert len(calls) > 3
         untold = without_tree(take_batches(trees), K)
         assert all(row["trimmed"] == row["k"] - row["accepted"] for row in untold), "its nodes count as a chain's drafts"
         assert untold != [] or where in ("_grow", "_in_order")

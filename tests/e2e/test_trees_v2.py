@@ -10,6 +10,7 @@ import pytest
 from honed.daemon.install.vllm_args import table_for
 from tests.e2e.device_waits import device_waits, of_honed
 from tests.e2e.engine import DRAFTER, IS_CUDA, IS_SLOW, IS_V2, K, TestEngine, engine, held_out
+from tests.e2e.failing import fail_sometimes
 from tests.e2e.logged import counted, rounds, set_policy, take_batches, without_tree
 
 pytestmark = [
@@ -98,20 +99,11 @@ def test_seeded_tokens_are_those_without_speculation(
 def test_a_failure_costs_acceptance_and_no_token(
     trees: TestEngine, references: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine, calls = trees.core.model_executor.driver_worker.worker._honed_trees, 0
-    works = getattr(mine, where)
-
-    def fails_sometimes(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls % 4 == 2:
-            raise RuntimeError("broken on purpose")
-        return works(*args)
-
+    mine = trees.core.model_executor.driver_worker.worker._honed_trees
     set_policy(trees, static_k=SLOTS, max_k=SLOTS)
     take_batches(trees)
     errors = trees.core.model_executor.driver_worker.worker._honed_errors
-    monkeypatch.setattr(mine, where, fails_sometimes)
+    fail_sometimes(monkeypatch, mine, where, every=4, at=2)
     monkeypatch.setattr(errors, "count", errors.count)
     try:
         assert trees.generate(PROMPTS, **GREEDY) == references["greedy"]
