@@ -27,7 +27,7 @@ def draw(
         sampling_metadata: vLLM's, of the batch.
     """
     most = max(MOST_DRAWN_BYTES // (4 * logits.shape[1]), 1)
-    parts = (slice(start, start + most) for start in range(0, len(step.batch_rows), most))
+    parts = (slice(start, start + most) for start in range(0, len(rows), most))
     return torch.cat([_draw(logits[rows[part]], part, step, sampling_metadata) for part in parts])
 
 

@@ -267,7 +267,7 @@ def _fits_block(command: VllmCommand, subject: str, drafter: dict[str, Any]) -> 
 
 
 def _fits_trees(command: VllmCommand, subject: str, drafter: dict[str, Any] | None) -> Iterator[Check]:
-    """What a command tells of draft trees. Of the rest `honed engines` says why there are none."""
+    """Warn of what keeps a command from draft trees. `honed engines` tells what only a running engine shows."""
     slots, chain = command.speculative.get("num_speculative_tokens"), draft_tokens_of(command.drafter, drafter)
     parallel, reason, cure = command.pipeline_parallel_size * command.tensor_parallel_size, "", "Leave HONED_TREES out."
     if command.method != "dflash":

@@ -31,7 +31,7 @@ def test_the_largest_trees_are_lowered_until_all_have_room(lengths: list[int], r
 def test_a_drafter_of_which_vllm_reads_more_than_tokens_keeps_its_size(
     monkeypatch: pytest.MonkeyPatch, adaptive: bool, sampled: str
 ) -> None:
-    """Of a smaller one vLLM would read confidences and logits that aren't there, and the engine would end."""
+    """vLLM reads its confidences and logits for every slot. A smaller drafter has too few, and the engine would end."""
     from honed.attach.trees import runner_v2
 
     asked: list[int] = []
