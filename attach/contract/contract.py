@@ -474,6 +474,16 @@ TREES: tuple[Clause, ...] = (
         first=("layer", "key", "value", "kv_cache", "slot_mapping"),
     ),
     # Under another name, windows and sinks would be taken for none.
+    *(
+        Attributes(f"v1/attention/backends/{module}.py", f"{name}Metadata", ("num_actual_tokens", "block_table"))
+        for module, name in (
+            ("cpu_attn", "CPUAttention"),
+            ("flash_attn", "FlashAttention"),
+            ("triton_attn", "TritonAttention"),
+            ("flex_attention", "FlexAttention"),
+        )
+    ),
+    Attributes("v1/attention/backend.py", "AttentionBackend", ("forward_includes_kv_cache_update",)),
     Attributes("v1/attention/backends/cpu_attn.py", "CPUAttentionBackendImpl", ("sliding_window", "sinks")),
     Attributes("v1/attention/backends/flash_attn.py", "FlashAttentionImpl", ("sliding_window", "sinks")),
     Attributes("v1/attention/backends/triton_attn.py", "TritonAttentionImpl", ("sliding_window", "sinks")),

@@ -1,5 +1,7 @@
 """Tree rows in the target's layers: vLLM's own backend computes all rows, then those of trees are overwritten.
 
+Where a step has no other rows, the backend's own attention is left out.
+
 `impl.forward` is wrapped on each layer's instance, which vLLM looks up when it runs. So one wrap serves every backend that
 keeps K and V in a known layout (`cache_views`). A row of a tree attends to the prefix in the cache up to its anchor, and to
 the rows of its own ancestors, of this very step. A sliding window is counted by depth, as it would be in the text. A sink is
@@ -21,6 +23,7 @@ from honed.attach.trees.tree_step import TreeStep
 from honed.kernels.cache import reference as cache_reference
 from honed.kernels.cache.compact_kv import KvPlanes, compact_kv
 from honed.kernels.trees import reference
+from honed.kernels.trees.cached_attention import cached_attention
 from honed.kernels.trees.reference import MAX_DEPTHS
 from honed.kernels.trees.tree_attention import tree_attention
 from honed.kernels.trees.tree_attention_inputs import HEAD_SIZES, PagedPrefix
@@ -103,14 +106,19 @@ class TreeLayers:
         def forward_with_trees(
             of: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, output: Any, *more: Any, **others: Any
         ) -> Any:
-            def attend(step: TreeStep) -> None:
+            def attend(step: TreeStep) -> bool:
                 if any(others.get(name) is not None for name in ("output_scale", "output_block_scale")):
                     raise TypeError("the attention's output is quantised")
                 self._attend(layer, views, step, query, key, value, metadata, output)
+                return True
 
+            if metadata is None or self.step is None:
+                return forward(of, query, key, value, cache, metadata, output, *more, **others)
+            has_others = metadata.num_actual_tokens > len(self.step.rows)
+            if not has_others and self._guarded("tree attention", attend):
+                return output
             result = forward(of, query, key, value, cache, metadata, output, *more, **others)
-            if metadata is not None:
-                self._guarded("tree attention", attend)
+            self._guarded("tree attention", attend)
             return result
 
         return forward_with_trees
@@ -119,12 +127,16 @@ class TreeLayers:
         self, layer: Any, views: Views, step: TreeStep, query: Any, key: Any, value: Any, metadata: Any, output: Any
     ) -> None:
         heads, width = layer.num_heads, layer.head_size
-        q = query.view(len(query), heads, width)[step.rows]
-        k, v = (x.view(len(x), layer.num_kv_heads, width)[step.rows] for x in (key, value))
-        prefix = PagedPrefix(*views, step.block_table(metadata.block_table), step.prefix)
         masks, scale, sinks = step.trees.row_masks, float(layer.impl.scale), getattr(layer.impl, "sinks", None)
-        if window := _window_of(layer.impl):
-            prefix = prefix._replace(firsts=step.firsts(window))
+        window, table = _window_of(layer.impl), step.block_table(metadata.block_table)
+        made_of, by_head = query.view(len(query), heads, width), output.view(len(output), heads, width)
+        if not query.is_cuda and sinks is None:
+            where = step.cached_rows(table, views[0].shape[1], heads // layer.num_kv_heads, window)
+            by_head[step.rows] = cached_attention(made_of, *views, where, scale)
+            return
+        q = made_of[step.rows]
+        k, v = (x.view(len(x), layer.num_kv_heads, width)[step.rows] for x in (key, value))
+        prefix = PagedPrefix(*views, table, step.prefix, firsts=step.firsts(window) if window else None)
         if q.is_cuda:
             out = torch.empty(q.shape, dtype=torch.float32, device=q.device) if sinks is not None else None
             made, lse = tree_attention(
@@ -136,7 +148,7 @@ class TreeLayers:
             made, lse = reference.tree_attention(q, k, v, step.row_starts, masks, step.max_rows, scale, prefix)
         if sinks is not None:
             made = made * (lse - sinks.float()).sigmoid()[..., None]
-        output.view(len(output), heads, width)[step.rows] = made.to(output.dtype)
+        by_head[step.rows] = made.to(output.dtype)
 
     def compact(
         self, step: TreeStep, slots_of: Callable[[int], torch.Tensor], path: torch.Tensor, num_accepted: torch.Tensor
@@ -180,6 +192,8 @@ def _misfit(layer: Any) -> str:
     for name, wanted in (("attn_type", "decoder"), ("kv_sharing_target_layer_name", None)):
         if getattr(impl, name, wanted) not in (wanted, None):
             return f"its attention is of another kind ({name})"
+    if layer.attn_backend.forward_includes_kv_cache_update:
+        return "its attention writes the cache itself"
     if 0 < _window_of(impl) <= MAX_DEPTHS:
         return f"its window of {_window_of(impl)} tokens is shorter than a tree is deep"
     if getattr(impl, "alibi_slopes", None) is not None:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from honed.kernels.trees.cached_attention import CachedRows, cached_rows
 from honed.kernels.trees.reference import DraftTrees
 
 # Letters: B tree requests, I rows of the largest, R rows of all of them, T rows of the step.
@@ -31,6 +32,7 @@ class TreeStep:
     _firsts: dict[int, torch.Tensor] = field(default_factory=dict)
     _tables: dict[int, torch.Tensor] = field(default_factory=dict)
     _followed: dict[int, torch.Tensor] = field(default_factory=dict)
+    _cached: dict[tuple[int, int, int], CachedRows] = field(default_factory=dict)
 
     @cached_property
     def num_verified(self) -> torch.Tensor:  # [B] int64
@@ -83,6 +85,19 @@ class TreeStep:
         if (key := of_batch.data_ptr()) not in self._tables:
             self._tables[key] = of_batch[self.batch_index]
         return self._tables[key]
+
+    def cached_rows(self, table: torch.Tensor, page_tokens: int, group: int, window: int) -> CachedRows:  # [B, P]
+        """Where keys are in a CPU's caches, and what rows attend to.
+
+        Args:
+            group: heads of a K/V head.
+            window: tokens that a row attends to, its own among them; 0: all.
+        """
+        if (key := (table.data_ptr(), group, window)) not in self._cached:
+            firsts = self.firsts(window) if window else None
+            shape = self.row_starts, self.trees.row_masks, self.max_rows
+            self._cached[key] = cached_rows(table, page_tokens, group, self.rows, *shape, self.prefix, firsts)
+        return self._cached[key]
 
     def by_request(self, values: torch.Tensor) -> torch.Tensor:  # [R] -> [B, 1 + N] int64, −1 past a request's rows
         """Spread a value of each row."""

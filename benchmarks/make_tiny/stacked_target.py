@@ -4,6 +4,9 @@ A layer whose `o_proj` and `down_proj` are zero adds zero to the residual stream
 With enough such layers, a tiny pair has a real server's ratio of draft to target cost, while every token stays the same. A
 drafter's `target_layer_ids` still name the same layers, since the new ones come last.
 
+Widening the MLPs by zeros makes it costly in another way. Their weights no longer fit into the caches, and are read from memory
+in every step. Then a step of several rows takes little longer than one of a single row, as on a GPU.
+
     python -m benchmarks.make_tiny.stacked_target benchmarks/tiny/target /tmp/stacked --extra-layers 24
 """
 
@@ -21,15 +24,20 @@ from torch import Tensor
 
 INDEX_NAME = "model.safetensors.index.json"
 SILENT = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+_WIDENED = {"mlp.gate_proj.weight": 0, "mlp.up_proj.weight": 0, "mlp.down_proj.weight": 1}
+"""Dimension of each weight along which an MLP is wide."""
 
 
-def make_stacked_target(source_dir: Path | str, out_dir: Path | str, extra_layers: int) -> Path:
+def make_stacked_target(source_dir: Path | str, out_dir: Path | str, extra_layers: int, mlp_width: int = 0) -> Path:
     """Copy a checkpoint and add `extra_layers` layers that add nothing to the residual stream.
 
     The new layers' other weights are copies of the last real layer's, so their matrix products are real work.
 
+    Args:
+        mlp_width: intermediate size of all layers' MLPs, filled up with zeros; 0: as it is.
+
     Raises:
-        ValueError: there is nothing to copy, or `extra_layers` is negative.
+        ValueError: there is nothing to copy, `extra_layers` is negative, or the MLPs are wider already.
     """
     source, out = Path(source_dir), Path(out_dir)
     if extra_layers < 0:
@@ -45,10 +53,24 @@ def make_stacked_target(source_dir: Path | str, out_dir: Path | str, extra_layer
         for name, tensor in last_layer.items():
             tensors[f"model.layers.{layer}.{name}"] = torch.zeros_like(tensor) if name in SILENT else tensor.clone()
     config["num_hidden_layers"] = first + extra_layers
+    if mlp_width:
+        tensors = {name: _widened(name, tensor, mlp_width) for name, tensor in tensors.items()}
+        config["intermediate_size"] = mlp_width
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"] + config["layer_types"][-1:] * extra_layers
     write(source, out, config, tensors)
     return out
+
+
+def _widened(name: str, tensor: Tensor, width: int) -> Tensor:
+    """Fill a weight of an MLP up with zeros; others stay."""
+    dimension = _WIDENED.get(".".join(name.split(".")[-3:]))
+    if dimension is None:
+        return tensor
+    missing = width - tensor.shape[dimension]
+    if missing < 0:
+        raise ValueError(f"{name} is {tensor.shape[dimension]} wide already, more than {width}")
+    return torch.nn.functional.pad(tensor, (0, 0, 0, missing) if dimension == 0 else (0, missing)).contiguous()
 
 
 def read_all(folder: Path) -> dict[str, Tensor]:
@@ -82,8 +104,9 @@ def main() -> None:
     parser.add_argument("source_dir", type=Path)
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--extra-layers", type=int, default=24)
+    parser.add_argument("--mlp-width", type=int, default=0)
     given = parser.parse_args()
-    print(make_stacked_target(given.source_dir, given.out_dir, given.extra_layers))
+    print(make_stacked_target(given.source_dir, given.out_dir, given.extra_layers, given.mlp_width))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ def compact_kv(
     source, target = slots[request, row[request, i]].long(), slots[request, i + 1].long()
     is_there = (source >= 0) & (target >= 0)
     source, target = source[is_there], target[is_there]
+    if not len(source):  # accepted rows are where a chain's would be
+        return
     for plane in planes:
         kv_block_size = plane.shape[1]
         rows = plane[source // kv_block_size, source % kv_block_size].clone()

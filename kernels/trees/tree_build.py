@@ -22,6 +22,7 @@ import torch
 
 from honed.kernels.trees import reference
 from honed.kernels.trees.reference import MAX_CANDIDATES, MAX_DEPTHS, DraftTrees, words_of
+from honed.kernels.trees.tree_build_host import build_on_host
 
 try:
     import triton
@@ -255,6 +256,8 @@ def _tree_build_op(
     trees = DraftTrees(tokens, ranks, parents, depths, scores, row_masks, num_nodes)
     if log_probs.is_cuda:
         launch(log_probs, ids, budgets, trees, off_chain, is_chain_first, candidates)
+    elif off_chain is None and not is_chain_first:
+        build_on_host(log_probs, ids, budgets, candidates, trees)
     else:
         made = reference.tree_build(log_probs, ids, budgets, scores.shape[1], off_chain, is_chain_first, candidates)
         for kept, fresh in zip(trees, made, strict=True):

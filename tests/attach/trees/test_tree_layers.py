@@ -15,8 +15,8 @@ class Attention:
 
     head_size = 64
 
-    def __init__(self, **impl: Any) -> None:
-        self.attn_backend = SimpleNamespace(get_name=lambda: "TRITON_ATTN")
+    def __init__(self, *, writes_cache: bool = False, **impl: Any) -> None:
+        self.attn_backend = SimpleNamespace(get_name=lambda: "TRITON_ATTN", forward_includes_kv_cache_update=writes_cache)
         self.impl = SimpleNamespace(do_kv_cache_update=lambda *_: pytest.fail("something was written"), **impl)
 
 
@@ -31,6 +31,7 @@ class Attention:
         ({"alibi_slopes": [1.0]}, "it has ALiBi"),
         ({"logits_soft_cap": 30.0}, "its scores are capped"),
         ({"kv_sharing_target_layer_name": "first"}, "its attention is of another kind"),
+        ({"writes_cache": True}, "its attention writes the cache itself"),
     ],
 )
 def test_a_layer_that_tree_rows_cannot_have_is_refused(impl: dict[str, Any], said: str) -> None:

@@ -53,14 +53,11 @@ def test_it_is_the_tree_of_adapt_ties_included(
     log_probs, off_chain = pair
     num_requests = len(log_probs)
     ids = torch.arange(log_probs.size).view(log_probs.shape)
-    made = kernel.tree_build(
-        torch.tensor(log_probs),
-        ids,
-        torch.tensor(budgets[:num_requests]),
-        max_nodes,
-        off_chain=None if off_chain is None else torch.tensor(off_chain),
-        is_chain_first=is_chain_first,
-    )
+    given_off = None if off_chain is None else torch.tensor(off_chain)
+    asked = torch.tensor(log_probs), ids, torch.tensor(budgets[:num_requests]), max_nodes
+    twin = reference.tree_build(*asked, given_off, is_chain_first)
+    made = kernel.tree_build(*asked, off_chain=given_off, is_chain_first=is_chain_first)
+    assert all(torch.equal(part, of_twin) for part, of_twin in zip(made, twin, strict=True))
     attends = reference.unpack_bits(made.row_masks).numpy()
     for b in range(num_requests):
         off = None if off_chain is None else off_chain[b]
@@ -87,13 +84,15 @@ def test_where_tokens_depend_on_the_one_before_it_is_the_likeliest_tree(seed: in
     order = np.argsort(-shares, axis=-1, kind="stable")
     log_probs = np.log(np.take_along_axis(shares, order, -1))
     tokens = np.arange(depths * rows).reshape(depths, 1, rows)
-    made = kernel.tree_build(
+    asked = (
         torch.tensor(log_probs[None]),
         torch.tensor(np.take_along_axis(np.broadcast_to(tokens, shares.shape), order, -1)[None]),
         torch.tensor([budget]),
         budget,
-        candidates=torch.tensor(order[None]),
     )
+    made = kernel.tree_build(*asked, candidates=torch.tensor(order[None]))
+    twin = reference.tree_build(*asked, candidates=torch.tensor(order[None]))
+    assert all(torch.equal(part, of_twin) for part, of_twin in zip(made, twin, strict=True))
     every: dict[tuple[int, ...], float] = {}
     for depth in range(1, depths + 1):
         for path in itertools.product(range(rows), repeat=depth):
