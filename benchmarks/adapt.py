@@ -25,7 +25,9 @@ do the same. `same_twice` is the one's speed over the other's.
 
 `--pair eagle3` and `--pair mtp` take drafters that draft one token after the other, at the lengths that people use
 (`make_pairs` makes the pairs). They leave out the trace and the other learning rules. So does `--tree-slots N`: honed chooses
-among trees of up to N nodes, "chains" is honed's choice among chains, and "tree-N" are fixed trees.
+among chains and trees of up to N nodes, "chains" is honed's choice among chains, and "tree-N" are fixed trees. Its target is
+made expensive by wide MLPs instead of layers: their weights are read from memory in every step, so that a step of several rows
+takes little longer than one of a single row, as on a GPU. With many small layers each row would cost as much as on no GPU.
 
 The best fixed length is chosen afterwards, and so partly by luck; `ratio_to_static_chosen_before` takes in each repeat the one
 that was best in the others. The last line of stdout is JSON.
@@ -258,7 +260,7 @@ class Bench:
         policies = tuple(rule.replace("-", ":") for rule in self.statics)
         return replay(self.folder / OURS / "state" / "honed.db", Question(policies=policies, since_s=since_s, until_s=until_s))
 
-    def costs(self, layers: int) -> None:
+    def costs(self) -> None:
         """Measure a draft pass and a target step of one request, in ms: both as timed, the step without drafts.
 
         A drafter that drafts one token after the other fills its cache in every step: that pass isn't the target's.
@@ -266,7 +268,7 @@ class Bench:
         seen = self.steps.play(("static-0", "static-1"), Load(self.prompts["a"][:1], 1, self.max_tokens))
         plain, draft = seen["static-0"], seen["static-1"].draft_ms
         target = 1e3 * plain.seconds / plain.num_steps - (0.0 if self.pair == "dflash" else plain.draft_ms)
-        self.cost = {"draft_pass_ms": draft, "target_step_ms": target, "ratio": target / draft, "extra_layers": layers}
+        self.cost = {"draft_pass_ms": draft, "target_step_ms": target, "ratio": target / draft}
         print(f"target step {target:.1f} ms, draft pass {draft:.1f} ms", flush=True)
 
 
@@ -277,7 +279,8 @@ def main() -> int:
     parser.add_argument("--tree-slots", type=int, default=0, help="most nodes of a draft tree; 0: no trees")
     parser.add_argument("--repeats", type=int, default=2, help="runs of every rule in every regime and on the trace")
     parser.add_argument("--trace-only", action="store_true", help="leave the nine steady regimes out")
-    parser.add_argument("--extra-layers", type=int, default=48, help="layers without effect added to the target")
+    parser.add_argument("--extra-layers", type=int, default=-1, help="silent layers added to the target; -1: 48, or none")
+    parser.add_argument("--mlp-width", type=int, default=-1, help="width of its MLPs; -1: 16384 with trees; 0: as it is")
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of every request's answer")
     parser.add_argument("--prompt-chars", type=int, default=128, help="characters of every prompt, its last ones")
     parser.add_argument("--out", type=Path, default=None, help="result file (default: benchmarks/results)")
@@ -285,6 +288,10 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.tree_slots and (arguments.pair != "dflash" or arguments.tree_slots < NUM_DRAFT_TOKENS["dflash"]):
         parser.error("--tree-slots: trees grow from DFlash drafters, and hold its chain of 7")
+    if arguments.extra_layers < 0:
+        arguments.extra_layers = 0 if arguments.tree_slots else 48
+    if arguments.mlp_width < 0:
+        arguments.mlp_width = 16384 if arguments.tree_slots else 0
     if arguments.trace_only and (arguments.pair != "dflash" or arguments.tree_slots):
         parser.error("--trace-only: the trace is played for chains of --pair dflash")
     arguments.out = arguments.out or ROOT / "benchmarks" / "results" / f"adapt-{time.strftime('%Y-%m-%d')}.json"
@@ -324,14 +331,14 @@ def run(arguments: argparse.Namespace) -> Document:
     try:
         own = PAIRS / arguments.pair / "target"
         plain = own if own.exists() else TINY / "target"
-        target = make_stacked_target(plain, folder / "target", arguments.extra_layers)
+        target = make_stacked_target(plain, folder / "target", arguments.extra_layers, arguments.mlp_width)
         with Processes(arguments.logs) as processes, Lockstep(processes, folder, max(target_core(), 0)) as steps:
             chosen = (arguments.pair, arguments.tree_slots, arguments.max_tokens)
             bench = Bench(processes, folder, steps, str(target), *chosen, pools)
             bench.tune()
-            bench.costs(arguments.extra_layers)
+            bench.costs()
             if bench.cost["ratio"] < MIN_COST_RATIO:
-                print(f"a target step takes less than {MIN_COST_RATIO:g} draft passes: add --extra-layers", flush=True)
+                print(f"a target step takes less than {MIN_COST_RATIO:g} draft passes: make the target larger", flush=True)
             rules = bench.rules_on_trace if arguments.trace_only else bench.rules
             for _ in range(arguments.repeats):
                 bench.start(rules)

@@ -61,11 +61,6 @@ class Rounds:
     is_chain: npt.NDArray[np.bool_] | None = None
     """Which of them verified a chain, not a tree; None: all."""
 
-    @property
-    def has_chains(self) -> bool:
-        """Whether any of them verified a chain."""
-        return self.is_chain is None or bool(self.is_chain.any())
-
     def __len__(self) -> int:
         return len(self.request)
 
@@ -109,6 +104,13 @@ def rounds_by_workload(batch: EventBatch) -> Iterator[tuple[str, Rounds]]:
             trees = TreeRounds(num_nodes[mine & is_whole], nodes[mine & is_whole]) if nodes is not None else None
             figures = request[mine], drafted[mine], accepted[mine], invalid[mine], position[mine]
             yield workload, Rounds(*figures, shown, trees, None if nodes is None else ~is_tree[mine])
+
+
+def steps_with_trees(batch: EventBatch) -> list[bool]:
+    """Whether each step of a batch verified a draft tree; empty where none did."""
+    rounds = batch.rounds
+    found = {step for step, chain in zip(rounds.step, rounds.chain_tokens, strict=False) if chain > 0}
+    return [step in found for step in batch.steps.step] if found else []
 
 
 def accepted_nodes(columns: RoundColumns, accepted: Ints) -> Ints | None:  # [R] -> [R, P]

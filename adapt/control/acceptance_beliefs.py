@@ -53,7 +53,6 @@ class _Workload:
         self.contexts = ContextCounts(chain_tokens, forgetting_rounds)
         self.features = FeatureRegression(forgetting_rounds)
         self.trees = TreeGains(num_spec_tokens, forgetting_rounds)
-        self.has_chains = False
         self.last_round = 0.0  # of the engine's
 
 
@@ -102,7 +101,6 @@ class AcceptanceBeliefs:
             now_s: wall-clock time of the rounds; None: unknown.
         """
         workload = self._workload(name)
-        workload.has_chains |= rounds.has_chains
         columns = (rounds.num_draft_tokens, rounds.num_accepted_tokens, rounds.num_invalid_tokens)
         reached, accepted = reached_and_accepted(columns[0], columns[1], self._chain_tokens, columns[2])
         verified = np.clip(columns[0] - np.maximum(columns[2], 0), 0, self._chain_tokens)
@@ -152,23 +150,21 @@ class AcceptanceBeliefs:
     def priors(self) -> list[WorkloadPrior]:
         """Priors from which the engine starts requests: the engine's own curve, then every workload's.
 
-        Where trees are verified these are of nodes. Those of chains follow: the engine's, and of workloads that have any.
+        Where trees are verified these are of nodes. Those of chains follow.
         """
+        chains = self._priors_of_chains()
         if not self._verifies_trees:
-            return self._priors_of_chains(self._workloads)
-        having = {name: one for name, one in self._workloads.items() if one.has_chains}
-        chains = self._priors_of_chains(having)
+            return chains
         return [*self._priors_of_trees(), *(msgspec.structs.replace(one, keeps_chain=True) for one in chains)]
 
     @property
     def _verifies_trees(self) -> bool:
         return self.has_trees and self._trees.is_known
 
-    def _priors_of_chains(self, wanted: dict[str, _Workload]) -> list[WorkloadPrior]:
-        engine = self.engine_curve()
-        strengths = {name: self._request_strength(workload) for name, workload in wanted.items()}
+    def _priors_of_chains(self) -> list[WorkloadPrior]:
+        engine, workloads = self.engine_curve(), self._workloads.items()
+        strengths = {name: self._request_strength(workload) for name, workload in workloads}
         pooled = float(np.median(list(strengths.values()))) if strengths else self.settings.request_strength or 8.0
-        workloads = wanted.items()
         self._context_effect = estimate_effect(
             [(one.contexts, trials_design_effect(one.requests, strengths[name])) for name, one in workloads]
         )
@@ -215,8 +211,12 @@ class AcceptanceBeliefs:
         return self._counts.estimate()
 
     def typical_curve(self) -> Floats:
-        """Conditional acceptance of a typical request, [K]."""
-        return self._trees.acceptance(self._counts.weights) if self._verifies_trees else self._lines.apply(self.engine_curve())
+        """Conditional acceptance of a typical request's chains, [K]."""
+        return self._lines.apply(self.engine_curve())
+
+    def typical_nodes(self) -> Floats | None:
+        """The same as if nodes of trees were a chain's tokens, [N]; None: trees aren't verified."""
+        return self._trees.acceptance(self._counts.weights) if self._verifies_trees else None
 
     def _curve(self, workload: _Workload, engine: Floats) -> Floats:
         strength = self.settings.workload_strength

@@ -14,9 +14,9 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from honed.adapt.acceptance.rounds import rounds_by_workload
+from honed.adapt.acceptance.rounds import rounds_by_workload, steps_with_trees
 from honed.adapt.control.acceptance_beliefs import AcceptanceBeliefs
-from honed.adapt.control.explanation import Plans
+from honed.adapt.control.explanation import Plans, best_plan
 from honed.adapt.control.policy_change import what_changed
 from honed.adapt.control.settings import ControllerSettings, Override
 from honed.adapt.control.step_beliefs import StepBeliefs, step_rows
@@ -81,7 +81,7 @@ class EngineController:
         Raises ValueError, before anything was folded in, for a batch whose columns don't fit together.
         """
         by_workload = list(rounds_by_workload(batch))
-        steps = step_rows(batch.steps)
+        steps, with_trees = step_rows(batch.steps), steps_with_trees(batch)
         self._restart()
         if batch.drafter_version not in ("", self._drafter_version):  # "": the same weights, not yet named by the daemon
             before, self._drafter_version = self._drafter_version, batch.drafter_version
@@ -90,7 +90,7 @@ class EngineController:
         if batch.boot_id != self._boot_id:
             self._boot_id = batch.boot_id
             self._steps.new_clock()
-        self._steps.observe(steps)
+        self._steps.observe(steps, with_trees)
         self._decisions.update(batch.steps.decision)
         events: list[Event] = []
         for name, rounds in by_workload:
@@ -141,7 +141,7 @@ class EngineController:
             else:
                 kind, static_k = "static", min(int(one.value), k)
                 max_k = max(limit, static_k)
-        model = self._steps.model()
+        model, tree_model = self._steps.model(), self._steps.tree_model()
         return Policy(
             generation=(self._policy.generation if self._policy else 0) + 1,
             ttl_s=settings.policy_ttl_s,
@@ -152,6 +152,8 @@ class EngineController:
             priors=self._acceptance.priors(),
             step_seconds=[float(f"{value:.6g}") for value in model.parameters],
             kind_effects=list(model.kinds),
+            tree_step_seconds=[float(f"{value:.6g}") for value in tree_model.parameters],
+            tree_kind_effects=list(tree_model.kinds),
             draft_seconds=[float(f"{v:.6g}") for v in model.draft_seconds(1, k).tolist()] if model.is_ready else [],
             captured_tokens=list(settings.captured_tokens),
             hysteresis=settings.hysteresis,
@@ -179,10 +181,11 @@ class EngineController:
             "engine": self._acceptance.describe_engine(),
             "workloads": self._acceptance.describe_workloads(),
             "step_time": self._steps.describe(),
-            "step_ms": plans.prices(sizes),
+            "step_ms": plans[0].prices(sizes),
+            "tree_step_ms": plans[1].prices(sizes) if len(plans) > 1 else [],
             "decisions": dict(self._decisions),
             "changes": [{"generation": generation, "reason": reason} for generation, reason in self._changes],
-            "draft_tokens_by_batch": [plan for size in sizes if (plan := plans.plan(size))],
+            "draft_tokens_by_batch": [plan for size in sizes if (plan := best_plan(plans, size))],
             "speedup_estimate": self._speedup(plans),
             "policy": None if self._policy is None else msgspec.to_builtins(self._policy),
         }
@@ -197,13 +200,17 @@ class EngineController:
             "speedup": self._speedup(self._plans()),
         }
 
-    def _plans(self) -> Plans:
-        context_tokens = self._steps.typical.get("context_tokens", 0.0)
-        return Plans(self._steps.model(), self._acceptance.typical_curve(), context_tokens, self._policy)
+    def _plans(self) -> list[Plans]:
+        """Of chains, and of trees if there are any."""
+        context_tokens, nodes = self._steps.typical.get("context_tokens", 0.0), self._acceptance.typical_nodes()
+        plans = [Plans(self._steps.model(), self._acceptance.typical_curve(), context_tokens, self._policy)]
+        if nodes is not None:
+            plans.append(Plans(self._steps.tree_model(), nodes, context_tokens, self._policy, has_trees=True))
+        return plans
 
-    def _speedup(self, plans: Plans) -> float | None:
+    def _speedup(self, plans: Sequence[Plans]) -> float | None:
         num_requests = max(1, min(round(self._steps.typical.get("num_requests", 1.0)), self.max_num_seqs))
-        return plans.plan(num_requests).get("speedup")
+        return best_plan(plans, num_requests).get("speedup")
 
     def _static_k(self) -> int:
         k = self.settings.static_k

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from honed.adapt.acceptance.context_shift import bucket_starts
 from honed.adapt.acceptance.estimate import acceptance_length, survival
 from honed.adapt.acceptance.forgetting import AdaptiveCounts
-from honed.adapt.lengths.block_size import choose_equal, latency_gains
+from honed.adapt.lengths.block_size import PRICED, choose_equal, latency_gains
 from honed.adapt.lengths.policy_tables import limit_of, shared_lengths_of
 from honed.adapt.lengths.rules import RULES, make_rule
 from honed.adapt.lengths.rules_counted import Static
@@ -43,6 +44,21 @@ def length_error(acceptance: Floats, trials: Floats) -> float:  # [K], [K]
     return float(np.sqrt((slopes**2 * acceptance * (1.0 - acceptance) / np.maximum(trials, 1.0)).sum()))
 
 
+def best_plan(plans: Sequence[Plans], count: int) -> dict[str, Any]:
+    """The plan for so many requests of chains or of trees that promises more tokens; empty where none is to be had.
+
+    Args:
+        plans: of chains, and then perhaps of trees, to which all other lengths than priced ones belong.
+    """
+    policy = plans[0].policy
+    if len(plans) > 1 and policy is not None and policy.kind not in (*PRICED, "off"):
+        plans = plans[1:]
+    elif policy is None or policy.kind == "off":
+        plans = plans[:1]
+    made = [plan for one in plans if (plan := one.plan(count))]
+    return max(made, key=lambda plan: float(plan["predicted_tokens_per_s"]), default={})
+
+
 @dataclass(frozen=True, slots=True)
 class Plans:
     """Costs of batches of typical requests under a policy; everything is empty while there is no step-time model."""
@@ -53,6 +69,8 @@ class Plans:
     """Context of a typical request."""
     policy: Policy | None
     """The policy in force; None: the engine drafts K."""
+    has_trees: bool = False
+    """Whether drafts are nodes of trees, and the model is of steps that verify trees."""
 
     def prices(self, sizes: Sequence[int]) -> list[dict[str, object]]:
         """Predicted milliseconds of a step by batch size and draft length (0 … K for all requests)."""
@@ -61,7 +79,7 @@ class Plans:
         lengths = range(len(self.acceptance) + 1)
         return [{"num_requests": n, "by_length": [round(1e3 * self._seconds(n, n * k, k), 4) for k in lengths]} for n in sizes]
 
-    def plan(self, count: int) -> dict[str, float]:
+    def plan(self, count: int) -> dict[str, Any]:
         """Predict draft lengths for so many requests, the step's time, and the gain over k = 0.
 
         Empty where lengths aren't predictable: the rule uses each request's recent acceptance.
@@ -83,6 +101,7 @@ class Plans:
             "predicted_step_seconds": seconds,
             "predicted_tokens_per_s": goodput,
             "speedup": goodput * self._seconds(count, 0, 0) / count,
+            "has_trees": self.has_trees,
         }
 
     def _num_drafts(self, curve: Floats, count: int) -> int | None:
@@ -91,7 +110,7 @@ class Plans:
         if policy is None or policy.kind == "off":
             return count * k
         limit = limit_of(policy, k)
-        if policy.kind in ("goodput", "latency"):
+        if policy.kind in PRICED:
             is_latency = policy.kind == "latency"
             gains = (latency_gains(curve) if is_latency else curve)[:limit]
             if not policy.equal_lengths:

@@ -47,7 +47,10 @@ def what_changed(old: Policy | None, new: Policy, max_num_seqs: int) -> str:
     """Name the first material difference in a few words; "" when there is none."""
     if old is None:
         return "first policy"
-    return _limits(old, new) or _acceptance(old, new) or _step_time(old, new, max_num_seqs)
+    models = [(StepTimeModel.from_policy(old), StepTimeModel.from_policy(new), "step time")]
+    models.append((StepTimeModel.of_trees(old), StepTimeModel.of_trees(new), "step time with trees"))
+    changed = _limits(old, new) or _acceptance(old, new)
+    return changed or next((reason for one in models if (reason := _step_time(*one, new.max_k, max_num_seqs))), "")
 
 
 def _limits(old: Policy, new: Policy) -> str:
@@ -62,6 +65,8 @@ def _limits(old: Policy, new: Policy) -> str:
         step_seconds=old.step_seconds,
         draft_seconds=old.draft_seconds,
         kind_effects=old.kind_effects,
+        tree_step_seconds=old.tree_step_seconds,
+        tree_kind_effects=old.tree_kind_effects,
     )
     return "settings" if as_old != old else ""
 
@@ -119,20 +124,19 @@ def _context_shift(before: list[float], after: list[float]) -> str:
     return ""
 
 
-def _step_time(old: Policy, new: Policy, max_num_seqs: int) -> str:
-    before, after = StepTimeModel.from_policy(old), StepTimeModel.from_policy(new)
+def _step_time(before: StepTimeModel, after: StepTimeModel, what: str, max_k: int, max_num_seqs: int) -> str:
     if before.is_ready != after.is_ready:
-        return "step times are known" if after.is_ready else "step times are unknown again"
+        return f"{what} is known" if after.is_ready else f"{what} is unknown again"
     if not after.is_ready:
         return ""
     for count in (1, max(max_num_seqs // 8, 1), max_num_seqs):
-        for k in (0, new.max_k):
+        for k in (0, max_k):
             was, now = (model.seconds(count, count * (1 + k), count * 500, 0, k) for model in (before, after))
             if abs(was / now - 1.0) > SECONDS_STEP:
-                return f"step time of {count} requests with {k} drafts: {1e3 * was:.2f} -> {1e3 * now:.2f} ms"
+                return f"{what} of {count} requests with {k} drafts: {1e3 * was:.2f} -> {1e3 * now:.2f} ms"
     for batch, k in sorted({(batch, k) for batch, k, _ in (*before.kinds, *after.kinds)}):
         count = math.ceil(2.0 ** (batch / 4.0))  # the smallest batch of the kind
         was, now = (model.seconds(count, count * (1 + k), count * 500, 0, k) for model in (before, after))
         if abs(was / now - 1.0) > KIND_STEP:
-            return f"step time of {count} requests with {k} drafts each: {1e3 * was:.2f} -> {1e3 * now:.2f} ms"
+            return f"{what} of {count} requests with {k} drafts each: {1e3 * was:.2f} -> {1e3 * now:.2f} ms"
     return ""

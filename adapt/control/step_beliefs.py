@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from honed.adapt.protocol.wire import StepColumns
-from honed.adapt.steps.step_time import MIN_STEPS, PARAMETERS, StepTimeLearner, StepTimeModel, StepTimeSettings, kind_of
+from honed.adapt.steps.step_time import MIN_STEPS, PARAMETERS, Step, StepTimeLearner, StepTimeModel, StepTimeSettings, kind_of
 from honed.adapt.steps.step_watch import StepWatch, UsualSteps
 
 _SMOOTHING = 0.02
@@ -19,12 +19,32 @@ _MOST_COMPARED = 256
 prompt, and its place isn't known: successive chunks of one prompt would seem slower and slower."""
 
 
-class StepBeliefs:
-    """Learns from the steps of one engine, in their order."""
+class _Side:
+    """What is learned of steps with trees, or of those without."""
 
     def __init__(self, settings: StepTimeSettings, captured_tokens: Sequence[int]) -> None:
-        self._learner = StepTimeLearner(settings, captured_tokens)
-        self._watch, self._usual = StepWatch(), UsualSteps()
+        self.learner = StepTimeLearner(settings, captured_tokens)
+        self.watch, self.usual = StepWatch(), UsualSteps()
+
+    def notice_change(self, kind: tuple[int, ...], step: Step, seconds: float, model: StepTimeModel, predicted: float) -> bool:
+        """Compare a step with its like; whether the world has changed, and what was learned before counts little now."""
+        usual = self.usual.observe(kind, step, seconds, model, predicted)
+        if step[3] > _MOST_COMPARED or not (changed := self.watch.observe(seconds, usual, self.learner.shared_deviation)):
+            return False
+        self.learner.restart(changed, self.watch.factor)
+        self.usual.forget()
+        return True
+
+
+class StepBeliefs:
+    """Learns from the steps of one engine, in their order.
+
+    Steps that verify draft trees are learned apart from those that verify chains. Steps without drafts belong to both.
+    """
+
+    def __init__(self, settings: StepTimeSettings, captured_tokens: Sequence[int]) -> None:
+        self._chains, self._trees = _Side(settings, captured_tokens), _Side(settings, captured_tokens)
+        self._has_trees = False
         self._errors: deque[float] = deque(maxlen=_SPREAD_STEPS)
         self._last_end_ns = 0
         self._num_changes = 0
@@ -34,25 +54,37 @@ class StepBeliefs:
     @property
     def is_young(self) -> bool:
         """Whether there are few data since the start, or since step times changed."""
-        return self._learner.is_young
+        return self._chains.learner.is_young and (not self._has_trees or self._trees.learner.is_young)
 
     def model(self) -> StepTimeModel:
-        """The current fit, or the empty model."""
-        return self._learner.model()
+        """The current fit of steps without trees, or the empty model."""
+        return self._chains.learner.model()
+
+    def tree_model(self) -> StepTimeModel:
+        """The current fit of steps with trees, or the empty model."""
+        return self._trees.learner.model()
 
     def new_clock(self) -> None:
         """Start a new clock: the next steps are another process's."""
         self._last_end_ns = 0
 
-    def observe(self, rows: Sequence[tuple[int, ...]]) -> None:
-        """Fold in steps, as `step_rows` gives them."""
-        model = self._learner.model()
-        for end_ns, duration_us, requests, tokens, prefill, drafted, context, block in rows:
+    def observe(self, rows: Sequence[tuple[int, ...]], have_trees: Sequence[bool] = ()) -> None:
+        """Fold in steps, as `step_rows` gives them.
+
+        Args:
+            have_trees: whether each verified a draft tree; empty: none did.
+        """
+        models = self.model(), self.tree_model()
+        for row, has_trees in zip(rows, have_trees or [False] * len(rows), strict=True):
+            end_ns, duration_us, requests, tokens, prefill, drafted, context, block = row
             # Asynchronous scheduling starts a step before the previous one ends: the time between ends counts.
             since_last = end_ns - self._last_end_ns if self._last_end_ns else duration_us * 1000
             self._last_end_ns = end_ns
             seconds = min(duration_us * 1000, since_last if since_last > 0 else duration_us * 1000) / 1e9
-            self._learner.observe(requests, tokens, context, prefill, drafted, block, seconds)
+            self._has_trees |= has_trees
+            side, model = (self._trees if has_trees else self._chains), models[has_trees]
+            for one in (self._chains, self._trees) if self._has_trees and not drafted else (side,):
+                one.learner.observe(requests, tokens, context, prefill, drafted, block, seconds)
             if requests <= 0:
                 continue
             figures = {"num_requests": requests, "context_tokens": context / requests, "step_seconds": seconds}
@@ -61,27 +93,20 @@ class StepBeliefs:
                 predicted = figures["predicted_step_seconds"] = model.seconds(*step)
                 if seconds > 0.0 and predicted > 0.0:
                     self._errors.append(abs(math.log(seconds / predicted)))
-                kind = kind_of(requests, prefill, drafted, block)
-                usual = self._usual.observe(kind, step, seconds, model, predicted)
-                is_comparable = prefill <= _MOST_COMPARED
-                if is_comparable and (changed_steps := self._watch.observe(seconds, usual, self._learner.shared_deviation)):
-                    self._learner.restart(changed_steps, self._watch.factor)
-                    self._usual.forget()
+                if side.notice_change(kind_of(requests, prefill, drafted, block), step, seconds, model, predicted):
                     self._num_changes += 1
-                    model = self._learner.model()
+                    models = self.model(), self.tree_model()
             for name, value in figures.items():
                 held = self.typical.get(name, value)
                 self.typical[name] = held + _SMOOTHING * (value - held)
 
     def describe(self) -> dict[str, object]:
         """Plain figures for JSON."""
-        model = self._learner.model()
+        trees = {"trees": _describe(self._trees.learner)} if self._has_trees else {}
         return {
-            "is_ready": model.is_ready,
-            "num_steps": self._learner.num_steps,
+            **_describe(self._chains.learner),
+            **trees,
             "least_steps": MIN_STEPS,
-            "lengths_seen": self._learner.lengths_seen,
-            "parameters": dict(zip(PARAMETERS, model.parameters, strict=False)),
             "measured_seconds": self.typical.get("step_seconds"),
             "predicted_seconds": self.typical.get("predicted_step_seconds"),
             "context_tokens_per_request": self.typical.get("context_tokens"),
@@ -89,6 +114,16 @@ class StepBeliefs:
             "spread": float(np.median(self._errors)) if len(self._errors) == _SPREAD_STEPS else 0.0,
             "world_changes": self._num_changes,
         }
+
+
+def _describe(learner: StepTimeLearner) -> dict[str, object]:
+    model = learner.model()
+    return {
+        "is_ready": model.is_ready,
+        "num_steps": learner.num_steps,
+        "lengths_seen": learner.lengths_seen,
+        "parameters": dict(zip(PARAMETERS, model.parameters, strict=False)),
+    }
 
 
 def step_rows(steps: StepColumns) -> list[tuple[int, ...]]:

@@ -39,6 +39,8 @@ import numpy.typing as npt
 from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.steps.step_time import StepTimeModel
 
+PRICED = ("goodput", "latency")
+"""Kinds of policy that choose by prices."""
 LEVELS = 64
 LEVEL_VALUES: Floats = 1.0 - (np.arange(LEVELS) + 0.5) / LEVELS
 """Typical gain of each level, the largest first."""

@@ -38,7 +38,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from honed.adapt.lengths.block_size import OperatingPoint, choose_equal, rates_of, to_hold
+from honed.adapt.lengths.block_size import PRICED, OperatingPoint, choose_equal, rates_of, to_hold
 from honed.adapt.lengths.explore import (
     MOST_EXPLORING,
     MOST_STARTING,
@@ -57,20 +57,15 @@ from honed.adapt.lengths.rules_base import LengthRule
 from honed.adapt.protocol.arrays import Ints
 from honed.adapt.protocol.wire import Policy
 
-_COLD_EXPLORE_SHARE = 0.25
+COLD_EXPLORE_SHARE = 0.25
 """Share while there is no step-time model, unless exploring is off: missing the model costs more than exploring."""
 
 
 class Decider:
-    """Holds the state of one engine's running requests, and turns it into draft lengths.
+    """Holds the state of one engine's running requests, and turns it into draft lengths."""
 
-    Args:
-        chain_tokens: draft tokens without a policy; −1: K.
-    """
-
-    def __init__(self, num_spec_tokens: int, max_num_seqs: int, seed: int = 0, chain_tokens: int = -1) -> None:
+    def __init__(self, num_spec_tokens: int, max_num_seqs: int, seed: int = 0) -> None:
         self.num_spec_tokens = max(int(num_spec_tokens), 0)
-        self._chain_tokens = chain_tokens if 0 <= chain_tokens < self.num_spec_tokens else self.num_spec_tokens
         self._random = random.Random(seed)
         self._fallback = "no_policy"
         self._is_priced = False
@@ -134,7 +129,7 @@ class Decider:
         self.requests.use(tables)
         policy = tables.policy
         self._use_rule(policy)
-        self._is_priced = policy is not None and policy.kind in ("goodput", "latency") and tables.model.is_ready
+        self._is_priced = policy is not None and policy.kind in PRICED and tables.model.is_ready
         self.reads_contexts = self._rule is not None or self._is_priced or (policy is not None and policy.equal_lengths)
 
     def _use_rule(self, policy: Policy | None) -> None:
@@ -196,7 +191,32 @@ class Decider:
         if self._rule is not None and request_ids:
             self._rule.observe(request_ids, chain_tokens, chain_accepted)
 
+    def note_context(self, request_id: str, num_tokens: int, end: int, room: int) -> None:
+        """Note the length of a request's context, and the one at which it ends at the latest; an unknown request is fine.
+
+        Args:
+            room: most tokens that any context may have.
+        """
+        self.requests.note_context(request_id, num_tokens, min(end, room))
+
+    @property
+    def ending(self) -> list[tuple[str, int]]:
+        """See `RequestBeliefs.ending`."""
+        return self.requests.ending
+
     # --- decisions ----------------------------------------------------------------------------------------------------
+
+    def rate(self, request_ids: Sequence[str], num_prefill_tokens: int) -> float | None:
+        """Predicted rate of a step with the best lengths, see `block_size.Choice`; None: nothing is priced."""
+        policy = self._tables.policy
+        if policy is None or not self._is_priced or not request_ids:
+            return None
+        return self.requests.best(request_ids, max(num_prefill_tokens, 0)).rate
+
+    def follow(self, request_ids: Sequence[str], contexts: Sequence[int] | None, first: int, every: int) -> None:
+        """Count on a step whose lengths another decides; arguments as of `decide`."""
+        policy = self._tables.policy
+        self.requests.expect(request_ids, contexts, first, every, are_equal=policy is not None and policy.equal_lengths)
 
     def decide(
         self,
@@ -246,9 +266,9 @@ class Decider:
         tables = self._tables
         policy, static_k = tables.policy, tables.static_k
         if policy is None:
-            return self._uniform(request_ids, self._chain_tokens, "no_policy", is_exact=True)
+            return self._uniform(request_ids, self.num_spec_tokens, "no_policy", is_exact=True)
         if policy.kind == "off" and self._fallback != "stale_policy":
-            return self._uniform(request_ids, self._chain_tokens, "off", is_exact=True)
+            return self._uniform(request_ids, self.num_spec_tokens, "off", is_exact=True)
         is_priced = self._is_priced and not self._fallback
         if not is_priced or policy.equal_lengths or not request_ids:  # else `RequestBeliefs.search` does it
             self.requests.expect(request_ids, *noted, are_equal=policy.equal_lengths)
@@ -258,12 +278,12 @@ class Decider:
             if context_tokens < 0:
                 context_tokens = self.requests.noted_tokens(request_ids)
             return self._rule.decide(request_ids, context_tokens, num_prefill_tokens, now_s)
-        if policy.kind not in ("goodput", "latency"):
+        if policy.kind not in PRICED:
             is_ordered = "draft_tokens" in policy.override
             return self._uniform(request_ids, static_k, "override" if policy.override else "static", is_exact=is_ordered)
         share, chance = policy.explore_share, self._random.random()
         if not self._is_priced:
-            if chance >= (max(share, _COLD_EXPLORE_SHARE) if share > 0.0 else 0.0):
+            if chance >= (max(share, COLD_EXPLORE_SHARE) if share > 0.0 else 0.0):
                 self._note(request_ids, [static_k] * len(request_ids))
                 return self._uniform(request_ids, static_k, "cold")
             lengths = self._explore(request_ids, [static_k] * len(request_ids), static_k, policy)

@@ -18,6 +18,8 @@ class Decision(NamedTuple):
     block: int
     """The largest of them, which the drafter must draft; 0: it can be skipped."""
     reason: str
+    has_trees: bool = False
+    """Whether the drafts are to be the nodes of trees."""
 
 
 class LengthPolicy(Protocol):

@@ -18,6 +18,7 @@ from types import ModuleType
 import numpy as np
 
 from honed.adapt.acceptance.draft_features import MOST_LOG_ODDS
+from honed.adapt.lengths.block_size import Choice, choose, choose_equal
 from honed.adapt.lengths.policy_tables import NUM_THETAS, THETA_STEPS, Label, PolicyTables, Records
 from honed.adapt.protocol.arrays import Floats, Ints
 
@@ -275,6 +276,32 @@ class RequestBeliefs:
         )
         self._take(expected)
         return self._lengths[:count].tolist(), longest, threshold, cap, margin
+
+    def best(self, request_ids: Sequence[str], num_prefill_tokens: int) -> Choice:
+        """The best lengths of a batch at the contexts as last noted; what was chosen before plays no part."""
+        compiled, tables, slots = self._compiled or self._load(), self._tables, self.slots_of(request_ids)
+        self._catch_up()
+        context_tokens, ceilings = int(self.context[slots].sum()), self.ceiling[slots]
+        if not tables.shared_lengths:
+            return choose(
+                tables.curves,
+                tables.model,
+                is_latency=tables.is_latency,
+                group=compiled.curves(slots, self.known, tables.workloads, tables.has_shift, tables.shift),
+                context_tokens=context_tokens,
+                num_prefill_tokens=num_prefill_tokens,
+                ceilings=ceilings,
+            )
+        return choose_equal(
+            self.sums_of(request_ids, tables.limit, are_contexts_known=True),
+            len(request_ids),
+            tables.model,
+            is_latency=tables.is_latency,
+            context_tokens=context_tokens,
+            num_prefill_tokens=num_prefill_tokens,
+            captured_lengths=tables.shared_lengths,
+            ceilings=ceilings,
+        )
 
     def _price(self, num_tokens: int) -> None:
         """Gather the arguments that hold under this policy, with prices of steps of so many tokens."""

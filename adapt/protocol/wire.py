@@ -373,6 +373,10 @@ class Policy(_Message, frozen=True):
     """Corrections of `step_seconds` for kinds of steps, see adapt.steps.step_time.StepTimeModel.kinds."""
     fallback_k: Most = -1
     """Draft tokens once the policy has expired, and with it an operator's override; -1: `static_k`."""
+    tree_step_seconds: Reals = []
+    """As `step_seconds`, of steps that verify draft trees; those are of the others then. Empty: unknown, or there are none."""
+    tree_kind_effects: list[tuple[Most, Most, Real]] = []
+    """As `kind_effects`, of `tree_step_seconds`."""
 
 
 class DrafterWeights(_Message, frozen=True):

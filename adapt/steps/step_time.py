@@ -110,11 +110,22 @@ class StepTimeModel:
     @classmethod
     def from_policy(cls, policy: Policy) -> StepTimeModel:
         """Read a policy's model; anything but PARAMETERS' number of finite figures >= 0 gives the empty one."""
-        values = np.asarray(policy.step_seconds, dtype=np.float64)
+        return cls._usable(policy.step_seconds, policy.captured_tokens, policy.kind_effects)
+
+    @classmethod
+    def of_trees(cls, policy: Policy) -> StepTimeModel:
+        """The same for steps with draft trees."""
+        return cls._usable(policy.tree_step_seconds, policy.captured_tokens, policy.tree_kind_effects)
+
+    @classmethod
+    def _usable(
+        cls, seconds: Sequence[float], captured_tokens: Sequence[int], effects: Sequence[tuple[int, int, float]]
+    ) -> StepTimeModel:
+        values = np.asarray(seconds, dtype=np.float64)
         if len(values) != len(PARAMETERS) or not np.isfinite(values).all() or (values < 0.0).any() or not values.any():
             return cls()
-        sizes = tuple(sorted(size for size in policy.captured_tokens if size > 0))
-        kinds = tuple((b, k, v) for b, k, v in policy.kind_effects if b in _BATCHES and k in _LENGTHS and abs(v) <= MOST_EFFECT)
+        sizes = tuple(sorted(size for size in captured_tokens if size > 0))
+        kinds = tuple((b, k, v) for b, k, v in effects if b in _BATCHES and k in _LENGTHS and abs(v) <= MOST_EFFECT)
         return cls(tuple(values.tolist()), sizes, kinds)
 
     @classmethod

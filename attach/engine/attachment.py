@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from honed.adapt.lengths.decider import Decider
-from honed.adapt.lengths.policy_tables import PolicyTables
+from honed.adapt.lengths.tree_decider import TreeDecider
 from honed.adapt.protocol import wire
 from honed.adapt.steps.step_time import StepTimeModel
 from honed.adapt.steps.vllm_costs import cost_curves
@@ -86,8 +86,11 @@ class Attachment:
         self.decide_latency = Latency()
         self._requests = RequestBook()
         max_num_seqs = vllm_config.scheduler_config.max_num_seqs
-        self._decider = Decider(self._num_spec_tokens, max_num_seqs, chain_tokens=self._chain_tokens)
-        self._pending_policy: PolicyTables | None = None
+        self._decider: Decider | TreeDecider = Decider(self._num_spec_tokens, max_num_seqs)
+        if self._chain_tokens < self._num_spec_tokens:
+            self._decider = TreeDecider(self._num_spec_tokens, max_num_seqs, self._chain_tokens)
+        self._pending_policy: Any = None
+        """A policy's tables, as the decider made them."""
         self._has_news = True
         """Whether `_take_news` may have anything to do."""
         self._undecided = "" if self._can_decide else "observe"
@@ -165,11 +168,8 @@ class Attachment:
         adapter = request.lora_request.lora_name if request.lora_request is not None else ""
         labels, tracked = self._requests.add(request.request_id, request.sampling_params, request.num_tokens, adapter)
         self._recorder.started(request.request_id, tracked)
-        most = labels.max_draft_tokens
         keeps_chain = self._chain_tokens < self._num_spec_tokens and needs_chain(request.sampling_params)
-        if keeps_chain:
-            most = self._chain_tokens if most < 0 else min(most, self._chain_tokens)
-        self._decider.start(request.request_id, labels.workload, most, keeps_chain=keeps_chain)
+        self._decider.start(request.request_id, labels.workload, labels.max_draft_tokens, keeps_chain=keeps_chain)
         self._in_prompt.add(request.request_id)
         self._struck.start(request)
         self._busy.set(True)
@@ -202,7 +202,7 @@ class Attachment:
         if self._has_news:
             self._take_news()
         if self._are_unequal:
-            for request_id, most in self._decider.requests.ending:
+            for request_id, most in self._decider.ending:
                 request = self._scheduler.requests.get(request_id)
                 if request is not None and len(request.spec_token_ids) > most:
                     request.spec_token_ids = request.spec_token_ids[:most]
@@ -228,6 +228,7 @@ class Attachment:
         is_more_known = self._workers.attach()
         if "trees" in self._workers.findings.capabilities and self._most_tokens < self._num_spec_tokens:
             self._most_tokens = self._num_spec_tokens
+            self._verify_trees(True)
             self._most_rows = int(self._scheduler.max_num_scheduled_tokens * NODES_SHARE)
             reserve(self._scheduler, self._chain_tokens)
         if is_more_known:
@@ -249,7 +250,7 @@ class Attachment:
         """
         began_ns = time.perf_counter_ns()
         self._step += 1
-        most = self._most_tokens
+        most, output.honed_trees = self._most_tokens, not self._can_decide
         self._block, self._decided, self._are_unequal = most, None, False  # the defaults if anything below fails
         requests = self._scheduler.requests
         scheduled = output.num_scheduled_tokens
@@ -262,7 +263,8 @@ class Attachment:
                 if request.num_computed_tokens + num_tokens >= request.num_tokens:
                     in_prompt.remove(request_id)
                     self._in_prompt.remove(request_id)
-                    self._decider.requests.note_context(request_id, request.num_tokens, self._end_of(request))
+                    end = request.num_prompt_tokens + request.max_tokens
+                    self._decider.note_context(request_id, request.num_tokens, end, self._max_model_len)
                 else:
                     num_prefill += num_tokens
             if in_prompt:
@@ -278,16 +280,15 @@ class Attachment:
         if not reason:
             every = max(-(-len(ids) // MOST_NOTED), 1)
             first, contexts = self._step % every, None
-            if self._decider.reads_contexts or self._chain_tokens < self._num_spec_tokens:  # trees teach no contexts
+            if self._decider.reads_contexts:
                 contexts = [_sure_tokens(requests[request_id]) for request_id in ids[first::every]]
             decision = self._decider.decide(ids, -1, num_prefill, time.monotonic(), contexts, first, every)
             reason, lengths = decision.reason, decision.num_draft_tokens
             if len(lengths) != len(ids):
                 raise ValueError(f"{len(lengths)} lengths for {len(ids)} requests")
-            if most < self._num_spec_tokens:
-                lengths = [min(length, most) for length in lengths]
-            elif most > self._chain_tokens:
+            if decision.has_trees:
                 lengths = fitting(lengths, self._most_rows - len(lengths), self._chain_tokens)
+            output.honed_trees = decision.has_trees
             # Where equal lengths are captured in a graph, a shorter one would lose it.
             self._are_unequal = self._policy is not None and not self._policy.equal_lengths
             if self._can_shorten:
@@ -296,7 +297,7 @@ class Attachment:
             elif self._can_skip and not decision.block:
                 block = output.num_spec_tokens_to_schedule = 0
         else:
-            if self._can_decide and not self._table.is_there:  # else vLLM's own table by batch size may be in force
+            if self._can_decide:
                 most = min(most, self._chain_tokens)
             if self._is_block_open:
                 block = min(getattr(output, "num_spec_tokens_to_schedule", block), most)
@@ -360,6 +361,7 @@ class Attachment:
             self._plan = self._plan._replace(padded={*self._plan.padded, *unwalked})
         if self._most_tokens > self._chain_tokens and getattr(runner_output, TREES_ARE_OFF, False):
             self._most_tokens = self._chain_tokens
+            self._verify_trees(False)
             self._workers.end_trees()
             self._publisher.reintroduce()
         recorder = self._recorder
@@ -460,13 +462,9 @@ class Attachment:
         self._drafter_generation += 1
         self._workers.label(version)
 
-    def _end_of(self, request: Any) -> int:
-        """Tokens at which a request ends at the latest."""
-        longest: int = request.num_prompt_tokens + request.max_tokens
-        if self._most_tokens > self._chain_tokens and not needs_chain(request.sampling_params):
-            # A tree of more nodes isn't deeper than a block of drafts.
-            longest += self._most_tokens - self._chain_tokens
-        return min(longest, self._max_model_len)
+    def _verify_trees(self, has_trees: bool) -> None:
+        if isinstance(self._decider, TreeDecider):
+            self._decider.has_trees = has_trees
 
     def _dropped(self, output: Any) -> set[str]:
         """Requests whose tokens of this step vLLM is about to drop: it has resumed them since the step was scheduled."""

@@ -1,7 +1,8 @@
 """Draft trees on vLLM's V1 model runner: `gpu_model_runner.GPUModelRunner` and its CPU subclass.
 
 A request's drafts are the nodes of a tree, the best first and parents before children, so every cut is a tree as well. The
-scheduler takes them for a chain: N slots, as many as it was started with. What differs lies in the runner alone, in this order:
+scheduler takes them for a chain: N slots, as many as it was started with. In which steps trees grow, honed says on its output.
+What differs lies in the runner alone, in this order:
 
     _prepare_inputs   tree rows get the slots of a chain, then the positions of their depths
     the target        `TreeLayers`: a row attends to its ancestors
@@ -27,7 +28,7 @@ import torch
 
 from honed.attach.trees.draws import draw
 from honed.attach.trees.eligible import needs_chain
-from honed.attach.trees.grow import MOST_FAILURES, grow
+from honed.attach.trees.grow import GROWS, MOST_FAILURES, grow
 from honed.attach.trees.telling import Told, tell, tell_later, to_host
 from honed.attach.trees.tree_layers import TreeLayers, target_layers
 from honed.attach.trees.tree_step import TreeStep, on_device, tree_step
@@ -77,6 +78,8 @@ class TreesV1:
         """Requests whose next drafts are nodes."""
         self._wanted: set[str] = set()
         """Requests whose drafts in this step are nodes, or too many for a chain."""
+        self._may_grow = False
+        """Whether the next step is to verify trees."""
         self._has_drafted = False
         """Whether the drafter ran in the last step."""
         self._num_failures = 0
@@ -95,7 +98,7 @@ class TreesV1:
         def _prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
             prepared = prepare(scheduler_output, num_scheduled_tokens, *args, **kwargs)
             self.layers.begin()
-            self._walked = None
+            self._walked, self._may_grow = None, not self.is_off and bool(getattr(scheduler_output, GROWS, False))
             try:
                 drafted = scheduler_output.scheduled_spec_decode_tokens
                 self._wanted = {name for name in drafted if name in self._noded or len(drafted[name]) > self.depth}
@@ -146,7 +149,7 @@ class TreesV1:
             return padded
 
         def _sample_draft_tokens(hidden_states: Any, sampling_metadata: Any) -> Any:
-            if self.is_off:
+            if not self._may_grow:
                 return pick(hidden_states, sampling_metadata)
             self._logits = drafter.model.compute_logits(hidden_states)
             return self._logits.argmax(dim=-1), None
@@ -276,7 +279,7 @@ class TreesV1:
         count, most = padded.shape
         self._logits = None
         ids = batch.req_ids[:count]
-        grown = [] if self.is_off or logits is None else [i for i in range(count) if not self._needs_chain(ids[i])]
+        grown = [] if logits is None else [i for i in range(count) if not self._needs_chain(ids[i])]
         if not grown:
             return
         assert logits is not None

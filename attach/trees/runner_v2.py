@@ -34,7 +34,7 @@ import torch
 from honed.attach.trees.draft_candidates import DraftCandidates
 from honed.attach.trees.draws import MOST_DRAWN_BYTES
 from honed.attach.trees.eligible import needs_chain
-from honed.attach.trees.grow import MOST_FAILURES
+from honed.attach.trees.grow import GROWS, MOST_FAILURES
 from honed.attach.trees.slots import block_tokens_of
 from honed.attach.trees.telling import Told, tell_later, to_host
 from honed.attach.trees.tree_layers import TreeLayers, target_layers
@@ -168,6 +168,8 @@ class TreesV2:
         """Requests whose drafts in this step are nodes, or too many for a chain."""
         self._are_trees_scheduled = False
         """Whether the step that begins may verify a tree."""
+        self._may_grow = False
+        """Whether the next step is to verify trees."""
         self._slot_mappings: torch.Tensor | None = None
         self._walked: tuple[TreeStep, Walk] | None = None
         self._told: Told | None = None
@@ -271,7 +273,8 @@ class TreesV2:
         self._num_failures += 1
 
     def _note(self, scheduler_output: Any) -> None:
-        """Note which requests keep their chain, and whether any has a tree in this step."""
+        """Note which requests keep their chain, and whether this step and the next are to verify trees."""
+        self._may_grow = not self.is_off and bool(getattr(scheduler_output, GROWS, False))
         self._chained.difference_update(scheduler_output.finished_req_ids)
         self._chained.update(new.req_id for new in scheduler_output.scheduled_new_reqs if needs_chain(new.sampling_params))
         slot_of = self._runner.req_states.req_id_to_index
@@ -381,7 +384,8 @@ class TreesV2:
             self._has_tree[slot] = False
         if found.problem:
             raise RuntimeError(found.problem)
-        grown = [] if self.is_off or not found.has_run else [i for i in range(count) if batch.req_ids[i] not in self._chained]
+        may_grow = self._may_grow and found.has_run
+        grown = [i for i in range(count) if batch.req_ids[i] not in self._chained] if may_grow else []
         if not grown:
             return padded
         at, slot_at = on_device((grown, [slots[i] for i in grown]), padded.device)

@@ -20,6 +20,7 @@ from tests.e2e.logged import counted, rounds, set_policy, take_batches, without_
 from tests.e2e.swapping import wait_until_compiled, wait_until_written
 from tests.e2e.test_engine_modes import grammar
 from tests.e2e.test_sampling_unchanged import mend_vllm_cpu
+from tests.e2e.turns import check_turns, take_turns
 
 pytestmark = [
     pytest.mark.e2e,
@@ -177,6 +178,20 @@ def test_chains_trees_and_none_in_one_step(trees: TestEngine, plain: list[list[i
     assert all(True in is_tree[f"w{i}"] for i in (3, 5, 7))
 
 
+def test_steps_with_chains_and_with_trees_take_turns(
+    trees: TestEngine, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_turns(trees, monkeypatch)
+    before = trees.counters()
+    assert answers(trees) == plain
+    after, batches = trees.counters(), take_batches(trees)
+    rows = rounds(batches)
+    assert {name: after[name] - before[name] for name in after} == counted(rows)
+    check_turns(batches)
+    assert not without_tree(batches, K)
+    assert trees.honed.errors.count == 0
+
+
 def test_one_request_alone_and_sixteen_at_once(trees: TestEngine, plain: list[list[int]]) -> None:
     set_policy(trees, static_k=SLOTS, max_k=SLOTS)
     assert [answers(trees, [prompt])[0] for prompt in PROMPTS[:3]] == plain[:3]
@@ -312,7 +327,7 @@ def test_without_it_tokens_differ(
     if control == "no compaction":
         monkeypatch.setattr(layers, "compact", lambda *_: None)
     else:
-        monkeypatch.setattr(layers, "_attend", lambda *_: None)
+        monkeypatch.setattr(layers, "_guarded", lambda *_: None)  # what vLLM computes stays
     trees.scheduler.reset_prefix_cache()
     found = answers(trees)
     trees.scheduler.reset_prefix_cache()
@@ -336,14 +351,23 @@ def test_without_rows_in_order_acceptance_falls(
 
 
 @pytest.mark.fault("the largest trees for all where nobody decides")
-@pytest.mark.parametrize("fields", [{"kind": "off"}, {"static_k": K, "max_k": SLOTS, "ttl_s": 0.0}])
-def test_where_nobody_decides_trees_are_as_large_as_the_chain(
-    trees: TestEngine, plain: list[list[int]], fields: dict[str, Any]
+@pytest.mark.parametrize(
+    ("fields", "has_trees"),
+    [
+        ({"kind": "off"}, False),
+        ({"kind": "goodput", "static_k": SLOTS, "max_k": SLOTS, "ttl_s": 0.0}, False),
+        ({"static_k": K, "max_k": SLOTS, "ttl_s": 0.0}, True),
+    ],
+)
+def test_where_nobody_decides_the_drafters_chain_is_verified_or_trees_of_its_size(
+    trees: TestEngine, plain: list[list[int]], fields: dict[str, Any], has_trees: bool
 ) -> None:
     set_policy(trees, **fields)
     take_batches(trees)
     assert answers(trees) == plain
-    assert max(row["k"] for row in rounds(take_batches(trees))) == K
+    batches = take_batches(trees)
+    assert max(row["k"] for row in rounds(batches)) == K
+    assert any(any(batch.rounds.chain_tokens) for batch in batches) == has_trees
 
 
 def test_trees_leave_half_of_a_steps_tokens(trees: TestEngine, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,6 +389,7 @@ def test_a_failure_costs_acceptance_and_no_token(
     mine = trees_of(trees)
     trees.scheduler.reset_prefix_cache()
     take_batches(trees)
+    monkeypatch.setattr("honed.attach.trees.runner_v1.MOST_FAILURES", 1000)
     calls = fail_sometimes(monkeypatch, mine.layers if where == "_attend" else mine, where, every=7, at=3)
     try:
         assert answers(trees) == plain

@@ -12,6 +12,7 @@ from tests.e2e.device_waits import device_waits, of_honed
 from tests.e2e.engine import DRAFTER, IS_CUDA, IS_SLOW, IS_V2, K, TestEngine, engine, held_out
 from tests.e2e.failing import fail_sometimes
 from tests.e2e.logged import counted, rounds, set_policy, take_batches, without_tree
+from tests.e2e.turns import check_turns, take_turns
 
 pytestmark = [
     pytest.mark.e2e,
@@ -84,6 +85,20 @@ def test_greedy_tokens_and_events(trees: TestEngine, references: dict[str, Any])
         assert all(sum(b.rounds.chain_accepted) <= sum(b.rounds.num_accepted_tokens) for b in batches)
     assert trees.honed.errors.count == 0
     assert trees.core.model_executor.driver_worker.worker._honed_errors.count == 0
+
+
+def test_steps_with_chains_and_with_trees_take_turns(
+    trees: TestEngine, references: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_turns(trees, monkeypatch)
+    take_batches(trees)
+    before = trees.counters()
+    assert trees.generate(PROMPTS, **GREEDY) == references["greedy"]
+    after, batches = trees.counters(), take_batches(trees)
+    assert {name: after[name] - before[name] for name in after} == counted(rounds(batches))
+    check_turns(batches)
+    assert not without_tree(batches, K)
+    assert trees.honed.errors.count == 0
 
 
 def test_seeded_tokens_are_those_without_speculation(

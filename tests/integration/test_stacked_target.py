@@ -26,6 +26,19 @@ def test_a_stacked_target_gives_the_same_logits(tmp_path: Path) -> None:
     assert torch.equal(logits[0], logits[1])
 
 
+def test_a_widened_target_gives_the_same_logits(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    wide = make_stacked_target(TARGET, tmp_path / "wide", extra_layers=1, mlp_width=4096)
+    tokens = torch.randint(2, 4000, (1, 40), generator=torch.Generator().manual_seed(0))
+    logits = []
+    for folder in (TARGET, wide):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+        with torch.no_grad():
+            logits.append(model(tokens).logits)
+    assert model.config.intermediate_size == 4096
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-12)
+
+
 def test_the_tokenizer_comes_along_and_no_old_index(tmp_path: Path) -> None:
     stacked = make_stacked_target(TARGET, tmp_path / "stacked", extra_layers=1)
     names = {path.name for path in stacked.iterdir()}
@@ -37,6 +50,8 @@ def test_the_tokenizer_comes_along_and_no_old_index(tmp_path: Path) -> None:
 def test_a_checkpoint_without_layers_to_copy_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="extra_layers is -1"):
         make_stacked_target(TARGET, tmp_path / "out", extra_layers=-1)
+    with pytest.raises(ValueError, match="768 wide already, more than 512"):
+        make_stacked_target(TARGET, tmp_path / "out", extra_layers=0, mlp_width=512)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"has no \*\.safetensors"):
         make_stacked_target(tmp_path / "empty", tmp_path / "out", extra_layers=1)

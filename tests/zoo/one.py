@@ -211,6 +211,7 @@ def with_trees(target: Path, version: Path, expected: list[list[int]], folder: P
             hello = running.honed._hello()
             if "trees" not in hello.capabilities:
                 return {"no_trees": hello.limits}
+            set_policy(running, static_k=SLOTS, max_k=SLOTS)
             take_batches(running)
             found, rows = answers(running), rounds(take_batches(running))
             accepted = sum(row["accepted"] for row in rows) / len(rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -112,19 +112,26 @@ def _step_times(document: Document) -> RenderableType:
     prices = document.get("step_ms") or []
     if not prices:
         return Text(f"step times are unknown yet: {_missing(document, model)}", "yellow")
-    lengths = range(len(prices[0]["by_length"]))
-    chosen = _one_in(len(lengths))
-    table = Rows.of("predicted ms of a step, by requests", *(f"k {k}" for k in lengths if k in chosen))
-    for row in prices:
-        shown = (f"{ms:.2f}" for k, ms in enumerate(row["by_length"]) if k in chosen)
-        table.add_row(str(row["num_requests"]), *shown)
+    tables = [_price_table("predicted ms of a step, by requests", "k", prices)]
+    if of_trees := document.get("tree_step_ms") or []:
+        tables.append(_price_table("the same with draft trees", "nodes", of_trees))
     typical = model.get("measured_seconds"), model.get("predicted_seconds")
     measured, predicted = (cells.number(1e3 * s if isinstance(s, int | float) else None, 2) for s in typical)
     spread = cells.percent(model.get("spread"))
     notes = f"recently {measured} ms measured, {predicted} predicted; half of the steps within ± {spread}"
     if model.get("world_changes"):
         notes += f"; step times shifted {cells.count(model['world_changes'])} times"
-    return Group(table, Text(notes, "dim"))
+    return Group(*tables, Text(notes, "dim"))
+
+
+def _price_table(title: str, what: str, prices: Sequence[Document]) -> RenderableType:
+    lengths = range(len(prices[0]["by_length"]))
+    chosen = _one_in(len(lengths))
+    table = Rows.of(title, *(f"{what} {k}" for k in lengths if k in chosen))
+    for row in prices:
+        shown = (f"{ms:.2f}" for k, ms in enumerate(row["by_length"]) if k in chosen)
+        table.add_row(str(row["num_requests"]), *shown)
+    return table
 
 
 def _missing(document: Document, model: Document) -> str:
@@ -154,12 +161,14 @@ def _plans(document: Document) -> RenderableType | None:
     if not plans:
         text = f"lengths: by the rule {kind!r}, from recent acceptance; they can't be predicted"
         return Text(text, "dim") if kind and document.get("step_ms") else None
-    table = Rows.of("typical requests", "k", "", "tokens/s", "over k = 0")
+    may_have_trees = bool(document.get("tree_step_ms"))
+    table = Rows.of("typical requests", "k", "", "tokens/s", "over k = 0", *["verifies"] * may_have_trees)
     largest = float(document.get("num_spec_tokens") or 0)
     for plan in plans:
         k = float(plan["draft_tokens_per_request"])
         rate, speedup = cells.number(plan["predicted_tokens_per_s"], 0), f"x {plan['speedup']:.2f}"
-        table.add_row(str(plan["num_requests"]), f"{k:.1f}", bar(k, largest), rate, speedup)
+        side = ["trees" if plan.get("has_trees") else "chains"] * may_have_trees
+        table.add_row(str(plan["num_requests"]), f"{k:.1f}", bar(k, largest), rate, speedup, *side)
     if kind in (None, "off"):
         return Group(table, Text("honed doesn't decide: these are the lengths from vLLM's configuration", "dim"))
     return table

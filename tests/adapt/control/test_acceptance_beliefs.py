@@ -146,8 +146,6 @@ def test_an_engine_that_verifies_no_trees_any_more_is_priced_by_chains():
     assert after.priors[0].acceptance == of_chains.acceptance != before.priors[0].acceptance
 
 
-def test_chains_are_told_of_where_there_are_any():
+def test_chains_are_told_of_beside_trees():
     controller, _ = learned(0.7 * 0.9 ** np.arange(SLOTS))
-    assert [prior.workload for prior in controller.propose(0.0).priors if prior.keeps_chain] == [""]
-    controller.observe(make_batch([3] * 10, [1] * 10, "default", seq=99))
     assert [prior.workload for prior in controller.propose(0.0).priors if prior.keeps_chain] == ["", "default"]
