@@ -106,11 +106,16 @@ def rounds_by_workload(batch: EventBatch) -> Iterator[tuple[str, Rounds]]:
             yield workload, Rounds(*figures, shown, trees, None if nodes is None else ~is_tree[mine])
 
 
-def steps_with_trees(batch: EventBatch) -> list[bool]:
-    """Whether each step of a batch verified a draft tree; empty where none did."""
-    rounds = batch.rounds
+def steps_with_trees(batch: EventBatch) -> list[bool | None]:
+    """Whether each step of a batch verified a draft tree.
+
+    None: it had drafts, but no round tells of them. They were of requests that had ended.
+    """
+    rounds, steps = batch.rounds, batch.steps
     found = {step for step, chain in zip(rounds.step, rounds.chain_tokens, strict=False) if chain > 0}
-    return [step in found for step in batch.steps.step] if found else []
+    told = {step for step, k in zip(rounds.step, rounds.num_draft_tokens, strict=False) if k > 0}
+    drafted = zip(steps.step, steps.num_draft_tokens, strict=False)
+    return [step in found if step in told or not k else None for step, k in drafted]
 
 
 def accepted_nodes(columns: RoundColumns, accepted: Ints) -> Ints | None:  # [R] -> [R, P]

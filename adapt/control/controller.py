@@ -81,7 +81,8 @@ class EngineController:
         Raises ValueError, before anything was folded in, for a batch whose columns don't fit together.
         """
         by_workload = list(rounds_by_workload(batch))
-        steps, with_trees = step_rows(batch.steps), steps_with_trees(batch)
+        steps = step_rows(batch.steps)
+        with_trees = steps_with_trees(batch) if self.has_trees or batch.rounds.chain_tokens else []
         self._restart()
         if batch.drafter_version not in ("", self._drafter_version):  # "": the same weights, not yet named by the daemon
             before, self._drafter_version = self._drafter_version, batch.drafter_version

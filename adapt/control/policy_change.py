@@ -50,7 +50,10 @@ def what_changed(old: Policy | None, new: Policy, max_num_seqs: int) -> str:
     models = [(StepTimeModel.from_policy(old), StepTimeModel.from_policy(new), "step time")]
     models.append((StepTimeModel.of_trees(old), StepTimeModel.of_trees(new), "step time with trees"))
     changed = _limits(old, new) or _acceptance(old, new)
-    return changed or next((reason for one in models if (reason := _step_time(*one, new.max_k, max_num_seqs))), "")
+    of_chains = min((len(prior.acceptance) for prior in new.priors if prior.keeps_chain), default=new.max_k)
+    most = min(new.max_k, of_chains), new.max_k
+    reasons = (_step_time(*one, k, max_num_seqs) for one, k in zip(models, most, strict=True))
+    return changed or next(filter(None, reasons), "")
 
 
 def _limits(old: Policy, new: Policy) -> str:

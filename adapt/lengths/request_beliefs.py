@@ -281,7 +281,8 @@ class RequestBeliefs:
         """The best lengths of a batch at the contexts as last noted; what was chosen before plays no part."""
         compiled, tables, slots = self._compiled or self._load(), self._tables, self.slots_of(request_ids)
         self._catch_up()
-        context_tokens, ceilings = int(self.context[slots].sum()), self.ceiling[slots]
+        # Of another type they would be compiled for, which takes seconds.
+        context_tokens, ceilings = int(self.context[slots].sum()), self.ceiling[slots].astype(np.int64)
         if not tables.shared_lengths:
             return choose(
                 tables.curves,

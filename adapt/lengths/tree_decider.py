@@ -152,10 +152,12 @@ class TreeDecider:
         num_accepted_tokens: Sequence[int],
         features: Sequence[float] | None = None,
     ) -> None:
-        """Learn from finished rounds of chains."""
+        """Learn from a step's finished rounds of chains, after those of trees."""
         if not request_ids:
             return
+        of_trees = self._chains.ending
         self._chains.observe(request_ids, num_draft_tokens, num_accepted_tokens, features)
+        self._chains.requests.ending = of_trees + self._chains.ending
         keeping = [request_id in self._keeping for request_id in request_ids]
         if any(keeping):
             rows = zip(request_ids, num_draft_tokens, num_accepted_tokens, keeping, strict=True)
@@ -177,9 +179,9 @@ class TreeDecider:
         if not request_ids:
             return
         self._trees.observe_trees(request_ids, num_accepted_tokens, chain_tokens, chain_accepted)
-        self._chains.observe(request_ids, chain_tokens, chain_accepted)
         more = [whole - of_chain for whole, of_chain in zip(num_accepted_tokens, chain_accepted, strict=True)]
-        self._chains.requests.advance(request_ids, more)
+        self._chains.requests.advance(request_ids, more)  # first: `observe` looks at who is near the end
+        self._chains.observe(request_ids, chain_tokens, chain_accepted)
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 
@@ -205,10 +207,9 @@ class TreeDecider:
         policy = self._policy
         if not self.has_trees or policy is None:
             return False
-        is_stale = self.policy_age(now_s) > policy.ttl_s
-        if policy.kind == "off" or policy.kind in PRICED:
-            return policy.kind != "off" and not is_stale and bool(request_ids) and self._side(request_ids, num_prefill_tokens)
-        return True
+        if policy.kind == "off" or self.policy_age(now_s) > policy.ttl_s:
+            return False
+        return policy.kind not in PRICED or (bool(request_ids) and self._side(request_ids, num_prefill_tokens))
 
     def _side(self, request_ids: Sequence[str], num_prefill_tokens: int) -> bool:
         if all(request_id in self._keeping for request_id in request_ids):

@@ -275,6 +275,8 @@ class Attachment:
             self._last_scheduled = scheduled if len(self._scheduler.running) > len(scheduled) else None
         if self._undecided == "off":
             self._end_override()
+        if self._can_decide and self._chain_tokens < self._num_spec_tokens:  # if anything below fails, no tree grows
+            self._decided = ids, [self._chain_tokens] * len(ids)
         reason = "error" if self._can_decide and self.errors.is_too_many else self._undecided
         block, lengths = most, None
         if not reason:
@@ -305,8 +307,8 @@ class Attachment:
                 lengths = [most] * len(ids)
                 if self._is_block_open:
                     output.num_spec_tokens_to_schedule = block
-        if lengths is not None and lengths.count(self._num_spec_tokens) < len(lengths):
-            self._decided = ids, lengths
+        is_cut = lengths is not None and lengths.count(self._num_spec_tokens) < len(lengths)
+        self._decided = (ids, lengths) if is_cut and lengths is not None else None
         self._block = block
         drafted_by, self._drafting_version = self._drafting_version, self._drafter_version
         struck = self._struck.scheduled(output)

@@ -114,7 +114,8 @@ class TreeLayers:
 
             if metadata is None or self.step is None:
                 return forward(of, query, key, value, cache, metadata, output, *more, **others)
-            has_others = metadata.num_actual_tokens > len(self.step.rows)
+            num_rows = len(self.step.rows)
+            has_others = getattr(metadata, "num_actual_tokens", num_rows + 1) > num_rows
             if not has_others and self._guarded("tree attention", attend):
                 return output
             result = forward(of, query, key, value, cache, metadata, output, *more, **others)

@@ -356,7 +356,8 @@ def test_without_rows_in_order_acceptance_falls(
     [
         ({"kind": "off"}, False),
         ({"kind": "goodput", "static_k": SLOTS, "max_k": SLOTS, "ttl_s": 0.0}, False),
-        ({"static_k": K, "max_k": SLOTS, "ttl_s": 0.0}, True),
+        ({"static_k": 15, "max_k": SLOTS, "ttl_s": 0.0}, False),
+        ({"static_k": K, "max_k": SLOTS}, True),
     ],
 )
 def test_where_nobody_decides_the_drafters_chain_is_verified_or_trees_of_its_size(

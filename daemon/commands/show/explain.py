@@ -109,12 +109,11 @@ def _depths(document: Document) -> RenderableType | None:
 
 def _step_times(document: Document) -> RenderableType:
     model = document.get("step_time") or {}
-    prices = document.get("step_ms") or []
-    if not prices:
+    of_chains = "predicted ms of a step, by requests", "k", document.get("step_ms") or []
+    of_trees = "predicted ms of a step with draft trees, by requests", "nodes", document.get("tree_step_ms") or []
+    tables = [_price_table(title, what, prices) for title, what, prices in (of_chains, of_trees) if prices]
+    if not tables:
         return Text(f"step times are unknown yet: {_missing(document, model)}", "yellow")
-    tables = [_price_table("predicted ms of a step, by requests", "k", prices)]
-    if of_trees := document.get("tree_step_ms") or []:
-        tables.append(_price_table("the same with draft trees", "nodes", of_trees))
     typical = model.get("measured_seconds"), model.get("predicted_seconds")
     measured, predicted = (cells.number(1e3 * s if isinstance(s, int | float) else None, 2) for s in typical)
     spread = cells.percent(model.get("spread"))
@@ -160,7 +159,7 @@ def _plans(document: Document) -> RenderableType | None:
     plans, kind = document.get("draft_tokens_by_batch") or [], (document.get("policy") or {}).get("kind")
     if not plans:
         text = f"lengths: by the rule {kind!r}, from recent acceptance; they can't be predicted"
-        return Text(text, "dim") if kind and document.get("step_ms") else None
+        return Text(text, "dim") if kind and (document.get("step_ms") or document.get("tree_step_ms")) else None
     may_have_trees = bool(document.get("tree_step_ms"))
     table = Rows.of("typical requests", "k", "", "tokens/s", "over k = 0", *["verifies"] * may_have_trees)
     largest = float(document.get("num_spec_tokens") or 0)

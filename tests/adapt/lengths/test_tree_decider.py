@@ -73,11 +73,22 @@ def test_its_rate_is_that_of_the_lengths_it_chooses() -> None:
         assert side.rate(["a", "b"], 0) == pytest.approx(max(rates), rel=0.01)
 
 
+def test_nothing_is_compiled_again_for_the_comparison() -> None:
+    """It took seconds on the engine's thread."""
+    from honed.adapt.lengths import compiled
+
+    made = decider()
+    made.prepare()
+    before = len(compiled.search.signatures)
+    assert made._chains.rate(["a", "b"], 0) is not None
+    assert len(compiled.search.signatures) == before
+
+
 @pytest.mark.parametrize(
     ("changes", "now_s", "has_trees", "wanted"),
     [
         ({"kind": "static", "static_k": 3}, 0.0, True, True),
-        ({"kind": "static", "static_k": 3}, 99.0, True, True),
+        ({"kind": "static", "static_k": 13}, 99.0, True, False),
         ({"kind": "static", "static_k": 0}, 0.0, True, False),
         ({"kind": "threshold"}, 0.0, True, True),
         ({"kind": "off"}, 0.0, True, False),
