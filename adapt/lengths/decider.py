@@ -38,7 +38,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from honed.adapt.lengths.block_size import PRICED, OperatingPoint, choose_equal, rates_of, to_hold
+from honed.adapt.lengths.block_size import PRICED, Choice, OperatingPoint, choose_equal, rates_of, to_hold
 from honed.adapt.lengths.explore import (
     MOST_EXPLORING,
     MOST_STARTING,
@@ -206,12 +206,11 @@ class Decider:
 
     # --- decisions ----------------------------------------------------------------------------------------------------
 
-    def rate(self, request_ids: Sequence[str], num_prefill_tokens: int) -> float | None:
-        """Predicted rate of a step with the best lengths, see `block_size.Choice`; None: nothing is priced."""
-        policy = self._tables.policy
-        if policy is None or not self._is_priced or not request_ids:
+    def best(self, request_ids: Sequence[str], num_prefill_tokens: int) -> Choice | None:
+        """The lengths with the highest predicted rate, without exploring and without hysteresis; None: nothing is priced."""
+        if not self._is_priced or not request_ids:
             return None
-        return self.requests.best(request_ids, max(num_prefill_tokens, 0)).rate
+        return self.requests.best(request_ids, max(num_prefill_tokens, 0))
 
     def follow(self, request_ids: Sequence[str], contexts: Sequence[int] | None, first: int, every: int) -> None:
         """Count on a step whose lengths another decides; arguments as of `decide`."""

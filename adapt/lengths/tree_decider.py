@@ -225,11 +225,11 @@ class TreeDecider:
     def _choose(self, side: _Side, request_ids: Sequence[str], num_prefill_tokens: int) -> None:
         assert self._policy is not None
         share, hysteresis = self._policy.explore_share, self._policy.hysteresis
-        chains, trees = (one.rate(request_ids, num_prefill_tokens) for one in (self._chains, self._trees))
+        chains, trees = (one.best(request_ids, num_prefill_tokens) for one in (self._chains, self._trees))
         if chains is None or trees is None:
             side.is_best_trees, trying = chains is None and trees is not None, COLD_EXPLORE_SHARE if share > 0.0 else 0.0
         else:
-            margin = trees / chains - 1.0
+            margin = trees.rate_drafting / chains.rate - 1.0  # where nothing pays, chains are as good
             side.is_best_trees = margin > (-hysteresis if side.is_best_trees else hysteresis)
             trying = TRIAL_STEPS * trial_share(share, margin, side.seen[not side.is_best_trees])
         side.has_trees = side.is_best_trees != (self._random.random() < trying)

@@ -70,7 +70,9 @@ def test_its_rate_is_that_of_the_lengths_it_chooses() -> None:
     made = decider()
     for side, gains, model in ((made._chains, SURVIVAL, CHAIN_STEP), (made._trees, VALUES, CHAIN_STEP)):
         rates = [2 * (1 + gains[:k].sum()) / model.seconds(2, 2 + 2 * k, 200, 0, k) for k in range(side.num_spec_tokens + 1)]
-        assert side.rate(["a", "b"], 0) == pytest.approx(max(rates), rel=0.01)
+        best = side.best(["a", "b"], 0)
+        assert best is not None
+        assert best.rate == pytest.approx(max(rates), rel=0.01)
 
 
 def test_nothing_is_compiled_again_for_the_comparison() -> None:
@@ -80,7 +82,7 @@ def test_nothing_is_compiled_again_for_the_comparison() -> None:
     made = decider()
     made.prepare()
     before = len(compiled.search.signatures)
-    assert made._chains.rate(["a", "b"], 0) is not None
+    assert made._chains.best(["a", "b"], 0) is not None
     assert len(compiled.search.signatures) == before
 
 
@@ -110,6 +112,16 @@ def test_without_a_policy_chains_are_verified() -> None:
     assert made.decide(["a"], -1, 0, 0.0)[:4] == ([CHAIN], CHAIN, "no_policy", False)
 
 
+def test_where_nothing_pays_chains_decide() -> None:
+    """Both sides would then draft nothing, and seem equally good: trees were tried as often as can be."""
+    dear = parameters(StepTimeModel.of(base=1e-3, per_token=10e-3))
+    made, count = decider(step_seconds=dear, tree_step_seconds=dear, explore_share=0.02), 0
+    for _ in range(20_000):
+        made.decide(["a", "b"], -1, 0, 0.0)
+        count += made._is_on_trees
+    assert count < 600
+
+
 def test_requests_that_all_keep_their_chain_get_chains() -> None:
     made = decider(requests="")
     for request_id in "ab":
@@ -126,10 +138,10 @@ def test_the_other_side_is_tried_the_less_the_worse_it_is() -> None:
     tried = []
     for worse in (0.99, 0.9, 0.5):
         made = decider()
-        chains, trees = (side.rate(["a", "b"], 0) for side in (made._chains, made._trees))
+        chains, trees = (side.best(["a", "b"], 0) for side in (made._chains, made._trees))
         assert chains is not None
         assert trees is not None
-        slower = [seconds * trees / (worse * chains) for seconds in CHAIN_STEP.parameters]  # every step of trees
+        slower = [seconds * trees.rate / (worse * chains.rate) for seconds in CHAIN_STEP.parameters]  # every step of trees
         made = decider(tree_step_seconds=slower, explore_share=0.02)
         tried.append(sides(made, 60_000)[True] / 60_000)
     assert 0.12 > tried[0] > 4 * tried[1] > 6 * tried[2] > 0.0, tried
