@@ -114,7 +114,7 @@ def test_without_a_policy_chains_are_verified() -> None:
 
 def test_where_nothing_pays_chains_decide() -> None:
     """Both sides would then draft nothing, and seem equally good: trees were tried as often as can be."""
-    dear = parameters(StepTimeModel.of(base=1e-3, per_token=10e-3))
+    dear = parameters(StepTimeModel.of(base=1e-3, per_token=10e-3, drafting=20e-3))
     made, count = decider(step_seconds=dear, tree_step_seconds=dear, explore_share=0.02), 0
     for _ in range(20_000):
         made.decide(["a", "b"], -1, 0, 0.0)
