@@ -278,9 +278,10 @@ class RequestBeliefs:
         return self._lengths[:count].tolist(), longest, threshold, cap, margin
 
     def best(self, request_ids: Sequence[str], num_prefill_tokens: int) -> Choice:
-        """The best lengths of a batch at the contexts as last noted; what was chosen before plays no part."""
-        compiled, tables, slots = self._compiled or self._load(), self._tables, self.slots_of(request_ids)
+        """The best lengths of a batch of requests that are typical of their workloads; what was chosen before plays no part."""
+        tables, slots = self._tables, self.slots_of(request_ids)
         self._catch_up()
+        typical = self.known["row"][slots].astype(np.int64) * NUM_THETAS + NUM_THETAS // 2
         # Of another type they would be compiled for, which takes seconds.
         context_tokens, ceilings = int(self.context[slots].sum()), self.ceiling[slots].astype(np.int64)
         if not tables.shared_lengths:
@@ -288,13 +289,14 @@ class RequestBeliefs:
                 tables.curves,
                 tables.model,
                 is_latency=tables.is_latency,
-                group=compiled.curves(slots, self.known, tables.workloads, tables.has_shift, tables.shift),
+                group=typical,
                 context_tokens=context_tokens,
                 num_prefill_tokens=num_prefill_tokens,
                 ceilings=ceilings,
             )
+        gains = tables.curves.gains[typical, : tables.limit]
         return choose_equal(
-            self.sums_of(request_ids, tables.limit, are_contexts_known=True),
+            np.where(np.arange(gains.shape[1]) < ceilings[:, None], gains, 0.0).sum(axis=0).tolist(),
             len(request_ids),
             tables.model,
             is_latency=tables.is_latency,

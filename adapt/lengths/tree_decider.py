@@ -6,6 +6,9 @@ with trees takes longer. So under "goodput" and "latency" the side with the high
 steps: finding it takes two searches, and the first step of a run still verifies what the other side has drafted. The other side
 is tried for a run now and then (`explore.trial_share`), since what it costs and accepts is learned in its steps alone.
 
+Sides are compared by what is typical of workloads. A request's own rounds say how good its chains are, but not its trees: with
+them, trees would seem better just where chains are bad.
+
 Other kinds of policy give lengths for trees. Without a policy that holds, vLLM's own chains are verified.
 """
 

@@ -112,6 +112,15 @@ def test_without_a_policy_chains_are_verified() -> None:
     assert made.decide(["a"], -1, 0, 0.0)[:4] == ([CHAIN], CHAIN, "no_policy", False)
 
 
+def test_a_request_with_bad_chains_gets_no_trees_for_that() -> None:
+    """Its own rounds lowered what chains promise, and not what trees do: half of a server's steps had trees that didn't pay."""
+    made = decider(18e-3)
+    assert sides(made, 17) == {False: 17}
+    for _ in range(30):
+        made.observe(["a", "b"], [CHAIN, CHAIN], [0, 0])
+    assert sides(made, 100) == {False: 100}
+
+
 def test_where_nothing_pays_chains_decide() -> None:
     """Both sides would then draft nothing, and seem equally good: trees were tried as often as can be."""
     dear = parameters(StepTimeModel.of(base=1e-3, per_token=10e-3, drafting=20e-3))
