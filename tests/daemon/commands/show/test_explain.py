@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -163,6 +164,47 @@ def taught(**settings: Any) -> dict[str, Any]:
         controller.observe(batch(seq, rng))
     controller.propose(0.0)
     return controller.beliefs()
+
+
+def tree_batch(seq: int, rng: np.random.Generator) -> EventBatch:
+    """Trees of up to 9 nodes whose step takes 1 ms more; the chain in each is its first nodes."""
+    made = batch(seq, rng)
+    sizes = np.where(np.array(made.rounds.num_draft_tokens) > 0, 3 * np.array(made.rounds.num_draft_tokens), 0)
+    hit = (rng.random((len(sizes), 9)) < 0.8 * 0.8 ** np.arange(9)) & (np.arange(9) < sizes[:, None])
+    chain, kept = np.minimum(sizes, K), np.logical_and.accumulate(hit[:, :K], axis=1).sum(1)
+    rounds = msgspec.structs.replace(
+        made.rounds,
+        num_draft_tokens=sizes.tolist(),
+        num_accepted_tokens=hit.sum(1).tolist(),
+        chain_tokens=chain.tolist(),
+        chain_accepted=np.minimum(kept, chain).tolist(),
+        nodes=np.nonzero(hit)[1].tolist(),
+        num_emitted=(hit.sum(1) + 1).tolist(),
+    )
+    steps = msgspec.structs.replace(
+        made.steps,
+        num_tokens=(1 + sizes).tolist(),
+        num_draft_tokens=sizes.tolist(),
+        num_drafting=sizes.tolist(),
+        duration_us=[4000 + (1000 + 100 * int(n)) * (n > 0) for n in sizes],
+    )
+    return msgspec.structs.replace(made, rounds=rounds, steps=steps)
+
+
+def test_prices_of_chains_and_of_trees_are_shown_and_which_of_them_is_verified() -> None:
+    controller, rng = EngineController("e", 9, 4, ControllerSettings(), chain_tokens=K), np.random.default_rng(0)
+    for seq in range(60):
+        controller.observe(tree_batch(seq, rng) if seq % 2 else batch(seq, rng))
+    controller.propose(0.0)
+    document = controller.beliefs()
+    text = shown(document)
+    assert "predicted ms of a step, by requests" in text
+    assert "with draft trees, by requests" in text
+    assert "nodes 9" in text
+    assert "trees" in text.partition("verifies")[2]
+    assert all(plan["has_trees"] for plan in document["draft_tokens_by_batch"])  # type: ignore[attr-defined]
+    controller.has_trees = False
+    assert "with draft trees" not in shown(controller.beliefs())
 
 
 def test_a_rule_whose_lengths_cannot_be_predicted_is_named_instead() -> None:
