@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,30 +14,27 @@ from tests.tools import ROOT
 TARGET = ROOT / "benchmarks" / "tiny" / "target"
 
 
-def test_a_stacked_target_gives_the_same_logits(tmp_path: Path) -> None:
+def logits_of(folder: Path, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+    """A checkpoint's logits of 40 tokens, and its configuration."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    stacked = make_stacked_target(TARGET, tmp_path / "stacked", extra_layers=3)
     tokens = torch.randint(2, 4000, (1, 40), generator=torch.Generator().manual_seed(0))
-    logits = []
-    for folder in (TARGET, stacked):
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        with torch.no_grad():
-            logits.append(model(tokens).logits)
-    assert model.config.num_hidden_layers == 9
-    assert torch.equal(logits[0], logits[1])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    with torch.no_grad():
+        return model(tokens).logits, model.config
+
+
+def test_a_stacked_target_gives_the_same_logits(tmp_path: Path) -> None:
+    stacked = make_stacked_target(TARGET, tmp_path / "stacked", extra_layers=3)
+    logits, config = logits_of(stacked, torch.float32)
+    assert config.num_hidden_layers == 9
+    assert torch.equal(logits, logits_of(TARGET, torch.float32)[0])
 
 
 def test_a_widened_target_gives_the_same_logits(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     wide = make_stacked_target(TARGET, tmp_path / "wide", extra_layers=1, mlp_width=4096)
-    tokens = torch.randint(2, 4000, (1, 40), generator=torch.Generator().manual_seed(0))
-    logits = []
-    for folder in (TARGET, wide):
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-        with torch.no_grad():
-            logits.append(model(tokens).logits)
-    assert model.config.intermediate_size == 4096
-    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-12)
+    logits, config = logits_of(wide, torch.float64)
+    assert config.intermediate_size == 4096
+    torch.testing.assert_close(logits, logits_of(TARGET, torch.float64)[0], rtol=0, atol=1e-12)
 
 
 def test_the_tokenizer_comes_along_and_no_old_index(tmp_path: Path) -> None:
