@@ -45,7 +45,7 @@ def length_error(acceptance: Floats, trials: Floats) -> float:  # [K], [K]
 
 
 def best_plan(plans: Sequence[Plans], count: int) -> dict[str, Any]:
-    """The plan for so many requests of chains or of trees that promises more tokens; empty where none is to be had.
+    """Choose the plan for so many requests, of chains or of trees, that promises more tokens; empty where there is none.
 
     Args:
         plans: of chains, and then perhaps of trees, to which all other lengths than priced ones belong.

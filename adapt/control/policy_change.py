@@ -47,13 +47,14 @@ def what_changed(old: Policy | None, new: Policy, max_num_seqs: int) -> str:
     """Name the first material difference in a few words; "" when there is none."""
     if old is None:
         return "first policy"
-    models = [(StepTimeModel.from_policy(old), StepTimeModel.from_policy(new), "step time")]
-    models.append((StepTimeModel.of_trees(old), StepTimeModel.of_trees(new), "step time with trees"))
-    changed = _limits(old, new) or _acceptance(old, new)
-    of_chains = min((len(prior.acceptance) for prior in new.priors if prior.keeps_chain), default=new.max_k)
-    most = min(new.max_k, of_chains), new.max_k
-    reasons = (_step_time(*one, k, max_num_seqs) for one, k in zip(models, most, strict=True))
-    return changed or next(filter(None, reasons), "")
+    chain_tokens = min((len(prior.acceptance) for prior in new.priors if prior.keeps_chain), default=new.max_k)
+    chains, trees = ((read(old), read(new)) for read in (StepTimeModel.from_policy, StepTimeModel.of_trees))
+    return (
+        _limits(old, new)
+        or _acceptance(old, new)
+        or _step_time(*chains, "step time", min(new.max_k, chain_tokens), max_num_seqs)
+        or _step_time(*trees, "step time with trees", new.max_k, max_num_seqs)
+    )
 
 
 def _limits(old: Policy, new: Policy) -> str:

@@ -35,7 +35,7 @@ class _Step(NamedTuple):
 
 
 class _Side:
-    """What is learned of steps with trees, or of those without."""
+    """Learns from steps with trees, or from those without."""
 
     def __init__(self, settings: StepTimeSettings, captured_tokens: Sequence[int]) -> None:
         self.learner = StepTimeLearner(settings, captured_tokens)
@@ -64,7 +64,7 @@ class StepBeliefs:
         self._chains, self._trees = _Side(settings, captured_tokens), _Side(settings, captured_tokens)
         self._has_trees, self._num_tree_steps, self._num_steps = False, 0, 0
         self._latest = self._chains
-        """What the latest step with drafts was of."""
+        """The side of the latest step with drafts."""
         self._held: tuple[bool, _Step] | None = None
         """Where there are trees: the latest step, and whether it had any, until the next one tells what it has drafted for."""
         self._errors: deque[float] = deque(maxlen=_SPREAD_STEPS)

@@ -48,7 +48,7 @@ class TreeTables(NamedTuple):
 
 @dataclass(slots=True)
 class _Side:
-    """What batches of one size (to a power of two) do."""
+    """Holds the choice for batches of one size (to a power of two)."""
 
     has_trees: bool = False
     is_best_trees: bool = False
@@ -59,7 +59,7 @@ class _Side:
 
 
 class TreeDecider:
-    """The state of one engine's running requests, and what it means for draft lengths.
+    """Holds the state of one engine's running requests, and turns it into a side and draft lengths.
 
     Args:
         num_nodes: most nodes of a tree.
@@ -75,7 +75,6 @@ class TreeDecider:
         self._keeping: set[str] = set()
         """Running requests that keep their chain."""
         self._policy: Policy | None = None
-        self._tables = TreeTables(None, self._chains.tabulate(None, 0.0), self._trees.tabulate(None, 0.0))
         self._sides: dict[int, _Side] = {}
         self._num_steps = 0
         self._is_on_trees = False
@@ -239,7 +238,7 @@ class TreeDecider:
 
 
 def _sides_of(policy: Policy) -> tuple[Policy, Policy]:
-    """What a policy says of chains, and of trees."""
+    """Split a policy into one for chains and one for trees."""
     of_chains = [prior for prior in policy.priors if prior.keeps_chain]
     chains = msgspec.structs.replace(
         policy, priors=[msgspec.structs.replace(prior, keeps_chain=False) for prior in of_chains] or policy.priors

@@ -307,8 +307,9 @@ class Attachment:
                 lengths = [most] * len(ids)
                 if self._is_block_open:
                     output.num_spec_tokens_to_schedule = block
-        is_cut = lengths is not None and lengths.count(self._num_spec_tokens) < len(lengths)
-        self._decided = (ids, lengths) if is_cut and lengths is not None else None
+        self._decided = None
+        if lengths is not None and lengths.count(self._num_spec_tokens) < len(lengths):
+            self._decided = ids, lengths
         self._block = block
         drafted_by, self._drafting_version = self._drafting_version, self._drafter_version
         struck = self._struck.scheduled(output)
