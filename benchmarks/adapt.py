@@ -26,8 +26,9 @@ do the same. `same_twice` is the one's speed over the other's.
 `--pair eagle3` and `--pair mtp` take drafters that draft one token after the other, at the lengths that people use
 (`make_pairs` makes the pairs). They leave out the trace and the other learning rules. So does `--tree-slots N`: honed chooses
 among chains and trees of up to N nodes, "chains" is honed's choice among chains, and "tree-N" are fixed trees. Its target is
-made expensive by wide MLPs instead of layers: their weights are read from memory in every step, so that a step of several rows
-takes little longer than one of a single row, as on a GPU. With many small layers each row would cost as much as on no GPU.
+made expensive by wide MLPs instead of layers: their weights are read from memory in every step. So a row costs less than with
+many small layers, yet some 8 % of a step here. `--pause PASS_MS ROW_MS` simulates a device on which rows are cheap, as on a GPU
+with few requests: the target's passes wait instead of being costly.
 
 The best fixed length is chosen afterwards, and so partly by luck; `ratio_to_static_chosen_before` takes in each repeat the one
 that was best in the others. The last line of stdout is JSON.
@@ -100,6 +101,8 @@ class Bench:
     pair: str
     tree_slots: int
     max_tokens: int
+    pause: Sequence[float]
+    """Milliseconds by which the target's every pass is longer, and each of its rows makes it longer."""
     prompts: dict[str, list[str]]
     rates: Rates = field(default_factory=dict)
     latencies: dict[str, dict[str, list[float]]] = field(default_factory=dict)
@@ -145,7 +148,7 @@ class Bench:
         drafter = str((TINY if self.pair == "dflash" else PAIRS / self.pair) / "drafter")
         k = self.tree_slots or NUM_DRAFT_TOKENS[self.pair]
         speculative = {"method": self.pair, "model": drafter, "num_speculative_tokens": k}
-        self.steps.load(self.target, speculative, has_trees=bool(self.tree_slots))
+        self.steps.load(self.target, speculative, has_trees=bool(self.tree_slots), pause=self.pause)
         for rule in rules:
             if rule == "none":
                 self.steps.fork(rule)
@@ -281,6 +284,8 @@ def main() -> int:
     parser.add_argument("--trace-only", action="store_true", help="leave the nine steady regimes out")
     parser.add_argument("--extra-layers", type=int, default=-1, help="silent layers added to the target; -1: 48, or none")
     parser.add_argument("--mlp-width", type=int, default=-1, help="width of its MLPs; -1: 16384 with trees; 0: as it is")
+    pause = {"nargs": 2, "metavar": ("PASS_MS", "ROW_MS")}
+    parser.add_argument("--pause", type=float, default=(0, 0), help="the target waits, instead of being costly", **pause)
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of every request's answer")
     parser.add_argument("--prompt-chars", type=int, default=128, help="characters of every prompt, its last ones")
     parser.add_argument("--out", type=Path, default=None, help="result file (default: benchmarks/results)")
@@ -289,9 +294,9 @@ def main() -> int:
     if arguments.tree_slots and (arguments.pair != "dflash" or arguments.tree_slots < NUM_DRAFT_TOKENS["dflash"]):
         parser.error("--tree-slots: trees grow from DFlash drafters, and hold its chain of 7")
     if arguments.extra_layers < 0:
-        arguments.extra_layers = 0 if arguments.tree_slots else 48
+        arguments.extra_layers = 0 if arguments.tree_slots or any(arguments.pause) else 48
     if arguments.mlp_width < 0:
-        arguments.mlp_width = 16384 if arguments.tree_slots else 0
+        arguments.mlp_width = 16384 if arguments.tree_slots and not any(arguments.pause) else 0
     if arguments.trace_only and (arguments.pair != "dflash" or arguments.tree_slots):
         parser.error("--trace-only: the trace is played for chains of --pair dflash")
     arguments.out = arguments.out or ROOT / "benchmarks" / "results" / f"adapt-{time.strftime('%Y-%m-%d')}.json"
@@ -333,7 +338,7 @@ def run(arguments: argparse.Namespace) -> Document:
         plain = own if own.exists() else TINY / "target"
         target = make_stacked_target(plain, folder / "target", arguments.extra_layers, arguments.mlp_width)
         with Processes(arguments.logs) as processes, Lockstep(processes, folder, max(target_core(), 0)) as steps:
-            chosen = (arguments.pair, arguments.tree_slots, arguments.max_tokens)
+            chosen = (arguments.pair, arguments.tree_slots, arguments.max_tokens, arguments.pause)
             bench = Bench(processes, folder, steps, str(target), *chosen, pools)
             bench.tune()
             bench.costs()

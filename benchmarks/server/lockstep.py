@@ -135,12 +135,15 @@ class Lockstep:
         self.wake_all()
         self._listener.close()
 
-    def load(self, target: str, speculative: Mapping[str, Any], *, has_trees: bool = False) -> None:
+    def load(
+        self, target: str, speculative: Mapping[str, Any], *, has_trees: bool = False, pause: Sequence[float] = (0.0, 0.0)
+    ) -> None:
         """Start the process that loads the weights, for contenders to be forked from.
 
         Args:
             speculative: vLLM's `speculative_config`.
             has_trees: its draft tokens are slots for trees.
+            pause: milliseconds by which the target's every pass is longer, and each of its rows makes it longer.
         """
         self._unload()
         own = {
@@ -150,7 +153,7 @@ class Lockstep:
             "HONED_TREES": str(int(has_trees)),
         }
         address = str(self._listener.address)
-        given = (address, str(self.core), target, json.dumps(speculative))
+        given = (address, str(self.core), target, json.dumps(speculative), json.dumps(pause))
         command = [sys.executable, "-m", "benchmarks.server.lockstep_engine", *given]
         child = self.processes.start("vllm", command, server_environment() | own)
         self._parent = child, self._accept(child)

@@ -1,6 +1,6 @@
 """A process with two vLLM engines, and the contenders forked from it; see `lockstep`.
 
-    python -m benchmarks.server.lockstep_engine SOCKET CORE TARGET SPECULATIVE_CONFIG
+    python -m benchmarks.server.lockstep_engine SOCKET CORE TARGET SPECULATIVE_CONFIG PAUSE
 
 One engine speculates, the other doesn't; the target's weights are in memory once. The process forks a contender on each
 request. One that speculates attaches honed as vLLM does, by building its scheduler with `make_scheduler`. A contender serves
@@ -177,8 +177,10 @@ def _median_ms(seconds: Sequence[float]) -> float:
 
 def main() -> None:
     """Load, then fork on each request."""
-    address, core, target, speculative = sys.argv[1], int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
+    address, core, target, speculative, pause = *sys.argv[1:4], *map(json.loads, sys.argv[4:])
     plain, speculating = load_engines(target, speculative)
+    for engine in (plain, speculating):
+        prolong(_runner_of(engine).model, *pause)
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -192,7 +194,7 @@ def main() -> None:
             connection.close()
             if not has_trees:
                 only_chains()
-            contend(speculating if runtime_dir else plain, name, runtime_dir, core, address)
+            contend(speculating if runtime_dir else plain, name, runtime_dir, int(core), address)
             os._exit(0)
 
 
@@ -242,6 +244,17 @@ def share_weights(source: Any, model: Any) -> None:
     own = [name for name, parameter in model.named_parameters() if id(parameter) not in shared]
     if own:
         raise RuntimeError(f"not shared: {', '.join(own[:5])}")
+
+
+def prolong(model: Any, pass_ms: float, row_ms: float) -> None:
+    """Let the target's passes wait after their computation, as for a device that is slower by the pass and by the row."""
+
+    def wait(_module: Any, _given: Any, hidden: Any) -> None:
+        rows = (hidden[0] if isinstance(hidden, tuple) else hidden).shape[0]
+        time.sleep((pass_ms + row_ms * rows) / 1e3)
+
+    if pass_ms or row_ms:
+        model.register_forward_hook(wait)
 
 
 def _runner_of(engine: Any) -> Any:
