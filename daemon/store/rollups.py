@@ -102,6 +102,11 @@ class Counts:
     def draft_tokens_per_round(self) -> float:
         return self.draft_tokens / self.rounds if self.rounds else 0.0
 
+    @property
+    def tree_share(self) -> float:
+        """Share of the rounds with drafts that verified a draft tree; 0 without rounds."""
+        return self.tree_rounds / self.rounds if self.rounds else 0.0
+
     def accepted_histogram(self) -> Ints:
         """Rounds by number of accepted drafts, 0 … K."""  # [K + 1]
         at_least = np.concatenate(([self.rounds], add_positions(self.accepted, self.beyond), [0]))

@@ -72,6 +72,8 @@ class EngineView:
     loss_age_s: float
     """Seconds since the last report of lost, missing or malformed data; −1: none since the daemon's start."""
     draft_tokens_per_round: float
+    tree_share: float
+    """Share of the rounds with drafts that verified a draft tree."""
     tokens_per_s: float
     captured_rows: int
     nonfinite_rows: int
@@ -91,6 +93,7 @@ def engine_view(engine: Engine, now_s: float, is_connected: bool, recent: Counts
     """One engine; `recent` are its rounds of the last minute, `hint` a remark on the checkpoint it came with."""
     hello, status, policy, boot = engine.hello, engine.status, engine.policy, engine.boot
     stored = boot.stored
+    rounds = recent if recent.rounds else stored
     return EngineView(
         engine_id=engine.engine_id,
         boot_id=boot.boot_id,
@@ -137,7 +140,8 @@ def engine_view(engine: Engine, now_s: float, is_connected: bool, recent: Counts
         missing_batches=boot.missing_batches,
         malformed_batches=boot.malformed_batches,
         loss_age_s=age_s(boot.lost_at_s, now_s),
-        draft_tokens_per_round=(recent if recent.rounds else stored).draft_tokens_per_round,
+        draft_tokens_per_round=rounds.draft_tokens_per_round,
+        tree_share=rounds.tree_share,
         tokens_per_s=tokens_per_s,
         captured_rows=status.captured_rows if status else 0,
         nonfinite_rows=status.capture_nonfinite_rows if status else 0,

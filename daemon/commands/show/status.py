@@ -55,7 +55,7 @@ def engines(rows: Sequence[Document]) -> RenderableType:
                 "  ",
                 _presence(e),
                 f"  {cells.text(e.get('model_name'))}, drafter {cells.text(e.get('drafter_version'))},"
-                f" k {cells.length(e.get('draft_tokens_per_round'))} of {cells.count(e.get('num_spec_tokens'))} by ",
+                f" {_drafted(e)} by ",
                 (steering, "yellow" if fallback else ""),
             )
         )
@@ -73,11 +73,17 @@ def brief_engines(rows: Sequence[Document]) -> RenderableType:
     for e in rows:
         fallback = (e.get("policy") or {}).get("fallback")
         figures = f"{cells.number(e.get('tokens_per_s'), 0)} tok/s, {cells.count(e.get('num_running'))} running"
-        drafted = f"k {cells.length(e.get('draft_tokens_per_round'))} of {cells.count(e.get('num_spec_tokens'))}"
-        parts = (f"{figures}, {drafted}", f" by {fallback}" if fallback else "", f", {cells.text(e.get('model_name'))}")
+        parts = (f"{figures}, {_drafted(e)}", f" by {fallback}" if fallback else "", f", {cells.text(e.get('model_name'))}")
         name = (cells.text(e.get("engine_id")), "bold")
         lines.append(Text.assemble(name, "  ", _presence(e), "  ", *parts, no_wrap=True, overflow="ellipsis"))
     return Group(*lines) if lines else Text("no engine has attached", "dim")
+
+
+def _drafted(engine: Document) -> str:
+    text = f"k {cells.length(engine.get('draft_tokens_per_round'))} of {cells.count(engine.get('num_spec_tokens'))}"
+    if "trees" in (engine.get("capabilities") or []):
+        text += f" ({cells.percent(engine.get('tree_share'))} of the rounds trees)"
+    return text
 
 
 def _presence(engine: Document) -> tuple[str, str]:

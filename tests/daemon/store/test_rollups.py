@@ -176,6 +176,7 @@ def test_trees_are_counted_beside_the_rest() -> None:
     total = count_batch(msgspec.structs.replace(batch, rounds=rounds), 10**18).total
     assert (total.draft_tokens, total.accepted_tokens) == (10, 5)
     assert (total.tree_rounds, total.tree_nodes, total.tree_accepted_tokens, total.chain_accepted_tokens) == (1, 7, 4, 1)
+    assert total.tree_share == 0.5
     assert total.drafted.tolist() == [2, 2, 2]
     assert total.tried.tolist() == [2, 2, 0]
     assert total.accepted.tolist() == [2, 0, 0]

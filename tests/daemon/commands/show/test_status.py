@@ -264,6 +264,14 @@ def test_narrow_terminals_keep_every_word_whole() -> None:
     assert {"engine-0", "connected", "v0002-beef,", "1,234,567", "goodput", "#12"} <= set(words)
 
 
+def test_engines_with_slots_for_trees_say_how_often_they_verify_one() -> None:
+    drafted = {"draft_tokens_per_round": 9.5, "num_spec_tokens": 15, "tree_share": 0.625}
+    grown, chains = engine(capabilities=["events", "trees"], **drafted), engine(**drafted)
+    for view in (show.engines, show.brief_engines):
+        assert "k 9.50 of 15 (62.5 % of the rounds trees)" in text_of(view(grown["engines"]))
+        assert "trees" not in text_of(view(chains["engines"]))
+
+
 OPERATION: dict[str, Any] = {
     "operation_id": "op-7bdba40678a9",
     "kind": "recalibrate",
