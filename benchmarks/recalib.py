@@ -1,4 +1,4 @@
-"""Gain of one recalibration on a running vLLM, and its cost to the old workload: trained pairs, drafts of 7.
+"""Gain of one recalibration on a running vLLM, and its cost to the old workload: trained pairs.
 
 The drafter was made for domain A. Live traffic of both domains is captured from the engine. Then one recalibration as the
 trainer does it (samples, mixture, training, gate, registry) is swapped into the running engine. vLLM's counters measure

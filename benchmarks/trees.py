@@ -3,7 +3,7 @@
     tau, tau_t08   acceptance length at temperature 0 and 0.8, of vLLM's chain of 7 and of trees of 7, 15, 31 and 63 nodes
     promised       length that the values of nodes, learned from trees of 63, promise for smaller trees, over what these had
     equal          share of the answers at temperature 0 whose tokens are the chain's
-    seconds        wall time of each run; on a CPU, where a tree's rows cost full price, and in plain PyTorch
+    seconds        wall time of each run; on a CPU, where a tree's rows cost full price
 
 The last line of stdout is JSON. The exit code is 1 when a bar is missed: at temperature 0 A >= 1.25 times the chain with 15
 nodes and >= 1.35 times with 63, B >= 1.2 times with 15; promises within 10 %; all answers equal.

@@ -85,7 +85,7 @@ class Plan:
     """Layers without effect added to the target: a target step then costs several draft passes."""
     train_steps: int = 1600
     train_seconds: float = 400.0
-    """Longest training; two idle cores needed 155 s."""
+    """Longest training; two idle cores needed some 180 s."""
     patience_s: float = 20.0
     """Longest wait for honed to begin by itself, with the server idle."""
     beside_training_s: float = 320.0

@@ -138,7 +138,7 @@ PARTS = (
     ),
     Part(
         "engine-tests",
-        "tests of CUDA graphs, and of V2 with async scheduling",
+        "tests of CUDA graphs, of V2 with async scheduling, of trees, and of EAGLE-3",
         ("-m", "benchmarks.gpu.engine_tests", "--limit", "180"),
         ("-m", "benchmarks.gpu.engine_tests", "--dry"),
         190.0,

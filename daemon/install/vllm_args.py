@@ -25,7 +25,7 @@ MODULE = "python -m vllm.entrypoints.openai.api_server"
 
 LIMITS = (
     "tested on vLLM 0.32; 0.33 fits by its sources; on others honed only logs events, and `honed engines` says so",
-    "capture and swap need speculative method dflash, dspark, eagle3 or mtp; draft lengths and events work with every method",
+    "capture and swap need speculative method dflash, dspark, eagle3 or mtp; draft lengths and events need none of these",
     "pipeline parallelism: no capture, no swap (hidden states are spread over processes)",
     "draft trees beside CUDA graphs (--tree-slots with --graphs) weren't seen on a GPU yet, and need the V2 runner",
     "with enable_adaptive_verification vLLM sets draft lengths: honed logs verified drafts and captures nothing",

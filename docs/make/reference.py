@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import json
 import sys
@@ -13,7 +14,7 @@ import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import typer.main
 from pydantic import BaseModel
@@ -25,10 +26,13 @@ from honed.daemon.settings import variables
 from honed.daemon.settings.sections import Section
 from honed.daemon.settings.settings import Settings, load
 
+if TYPE_CHECKING:
+    from honed.daemon.service import Service
+
 MARKDOWN, OPENAPI = "docs/reference.md", "daemon/openapi.json"
 HEAD = """# Reference
 
-`make reference` writes this page from the code, and a test keeps it true. Metrics describe themselves at `/metrics`.
+`make reference` writes this page from the code, and a test keeps it true.
 """
 PATHS = {
     "paths.state_dir": "`/var/lib/honed` for root and the services, else `$XDG_STATE_HOME/honed`",
@@ -54,12 +58,21 @@ OTHERS = {
 
 def markdown() -> str:
     """The page."""
-    return "\n".join([HEAD, *_settings(), *_variables(), *_endpoints(openapi()), *_commands()]) + "\n"
+    return "\n".join([HEAD, *_settings(), *_variables(), *_endpoints(openapi()), *_metrics(), *_commands()]) + "\n"
 
 
 def openapi() -> dict[str, Any]:
     """The document that the daemon answers at /openapi.json."""
     from honed.daemon.api.app import make_app
+
+    with _service() as service:
+        document: dict[str, Any] = make_app(service).openapi()
+    return document
+
+
+@contextlib.contextmanager
+def _service() -> Iterator[Service]:
+    """A daemon's service that no engine has met."""
     from honed.daemon.service import Service
 
     with tempfile.TemporaryDirectory(prefix="honed") as folder:
@@ -67,11 +80,10 @@ def openapi() -> dict[str, Any]:
         Path(paths["state_dir"]).mkdir()
         service = Service(load(None, {"paths": paths}, env={}), daemon_id="reference")
         try:
-            document: dict[str, Any] = make_app(service).openapi()
+            yield service
         finally:
             service.router.stop()
             service.store.close()
-    return document
 
 
 def write(root: Path) -> None:
@@ -196,6 +208,21 @@ def _body(operation: dict[str, Any], document: dict[str, Any]) -> list[str]:
     schema = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
     names = [one["$ref"].rpartition("/")[2] for one in [schema, *schema.get("anyOf", [])] if "$ref" in one]
     return [f"`{field}`" for name in names for field in document["components"]["schemas"][name].get("properties", {})]
+
+
+def _metrics() -> Iterator[str]:
+    from honed.daemon.metrics.render import LiveCollector
+
+    yield "## Metrics\n"
+    yield "`/metrics` adds `_total` to a counter's name, and `_info` to an info's.\n"
+    yield "| metric | kind | labels | |\n|---|---|---|---|"
+    with _service() as service:
+        families = sorted(LiveCollector(service).collect(), key=lambda family: family.name)
+    for family in families:
+        found = {name for sample in family.samples for name in sample.labels} - {"le"}
+        labels = ", ".join(f"`{name}`" for name in getattr(family, "_labelnames", ()) or sorted(found))
+        yield f"| `{family.name}` | {family.type} | {labels} | {_cell(family.documentation)} |"
+    yield ""
 
 
 def _commands() -> Iterator[str]:

@@ -12,8 +12,9 @@ p is the probability of such a gain if the two were equal. Then their figures co
 the share of all swaps whose gain is as large. It is exact for any number of sessions; 6 give 1/64 at best.
 
 1 - confidence is the error of a whole procedure: how often a candidate that equals its parent passes. `share` is an attempt's
-part of it, and the parts of all attempts that answer one alarm add up to 1. A second blend is judged only after the first has
-gained, so it adds no error. If several workloads must gain, all of them must. If none must, all sessions together must.
+part of it, and the parts of all attempts that answer one alarm until one wins add up to 1. A second blend is judged only after
+the first has gained, so it adds no error. If several workloads must gain, all of them must. If none must, all sessions together
+must.
 
 The intervals of all other workloads hold together with that confidence, each with an equal part of the error (Bonferroni). By
 estimates alone, few sessions would often refuse an equal candidate, the more workloads the likelier. The canary watches each
@@ -64,8 +65,8 @@ class GateSettings:
     max_loss: float = 0.03
     """Largest loss allowed for a workload that needn't gain, if it is sure that there is one; four times as much if not."""
     confidence: float = 0.95
-    """Probability that no candidate passes that equals its parent, over all attempts and blends that answer one alarm.
-    Confidence of the interval, too."""
+    """Probability that no candidate passes that equals its parent, over all attempts and blends that answer one alarm until
+    one wins. Confidence of the interval, too."""
     resamples: int = 2000
     """Resamples of the bootstrap, and swaps of the test where there are too many to try all. A small error takes more swaps."""
     seed: int = 0

@@ -54,8 +54,7 @@ def engines(rows: Sequence[Document]) -> RenderableType:
                 (cells.text(e.get("engine_id")), "bold"),
                 "  ",
                 _presence(e),
-                f"  {cells.text(e.get('model_name'))}, drafter {cells.text(e.get('drafter_version'))},"
-                f" {_drafted(e)} by ",
+                f"  {cells.text(e.get('model_name'))}, drafter {cells.text(e.get('drafter_version'))}, {_drafted(e)} by ",
                 (steering, "yellow" if fallback else ""),
             )
         )
