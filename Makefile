@@ -38,7 +38,7 @@ help:
 	@echo "make setup          the virtual environment, vLLM included; every other target makes it when it is missing"
 	@echo "make reference dashboards  writes docs/reference.md and the dashboards from the code"
 	@echo "make bench          every benchmark, or one of bench-{$$(echo $(BENCHMARKS) server-sizes soak | tr ' ' ',')}"
-	@echo "make gpu            everything that only a CUDA GPU can show, in about nine minutes; without a GPU a dry run"
+	@echo "make gpu            what only a CUDA GPU can show, in nine minutes; RESUME=1 goes on; without a GPU a dry run"
 
 setup: $(STAMP)
 
@@ -181,7 +181,7 @@ bench: $(BENCHMARKS:%=bench-%)
 
 # ONLY="kernels time-slices" runs these parts, RESUME=1 those that have no good result in the result file.
 gpu: setup
-	@echo "== everything that only a CUDA GPU can show (about nine minutes; without a GPU a dry run)"
+	@echo "== everything that only a CUDA GPU can show (nine minutes at most; without a GPU a dry run)"
 	@$(BIN)/python -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(if $(RESUME),--resume)
 
 bench-scrape bench-regret bench-trees bench-trees-replay bench-kernels bench-against-vllm bench-canary bench-gate: export OMP_NUM_THREADS = 1

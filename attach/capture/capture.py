@@ -33,6 +33,7 @@ from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.events.labels import read_labels
 from honed.attach.events.request_book import key_of
 from honed.attach.runner.runner import StepView
+from honed.attach.swap.staging import use_device
 from honed.kernels.capture.context_features import context_features
 
 logger = logging.getLogger("honed.attach")
@@ -263,8 +264,9 @@ def _moved(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _compile(weight: torch.Tensor, eps: float) -> None:
     """Run the kernel once, on its own row and beside the engine's work."""
-    side: Any = torch.cuda.Stream(weight.device)  # type: ignore[no-untyped-call]
     try:
+        use_device(weight.device)
+        side: Any = torch.cuda.Stream(weight.device)  # type: ignore[no-untyped-call]
         with torch.inference_mode(), torch.cuda.stream(side):
             row = torch.zeros(1, dtype=torch.int64, device=weight.device)
             context_features(torch.zeros_like(weight)[None], row, weight, eps, weight.dtype)

@@ -30,6 +30,10 @@ class Staging:
         self.is_device_away = False
         """vLLM sleeps: it needs the device's free memory to wake up."""
 
+    def rest(self, is_asleep: bool) -> None:
+        """vLLM falls asleep, or is awake again. Either time its allocator gives back what it had kept."""
+        self.is_device_away, self._most_bytes = is_asleep, 0
+
     def bring(self, tensors: Tensors, held_bytes: int = 0) -> Tensors:
         """Copy tensors to the device, or pin them in host memory; on a CPU return them unchanged.
 

@@ -89,7 +89,7 @@ class Swapper:
 
     def rest(self, is_asleep: bool) -> None:
         """vLLM falls asleep, or is awake again: nothing is staged on the device meanwhile, so its memory stays free."""
-        self._staging.is_device_away = is_asleep
+        self._staging.rest(is_asleep)
         if is_asleep and self._device.type == "cuda":
             with self._lock:
                 self._held = {version: _in_host_memory(tensors) for version, tensors in self._held.items()}

@@ -1,9 +1,10 @@
-"""Everything that only a CUDA GPU can show, in one command of about nine minutes: `make gpu`.
+"""Everything that only a CUDA GPU can show: `make gpu`, and then `make gpu RESUME=1`, of at most nine minutes each.
 
 Parts run in order of worth, each with a time limit. The result file is written every two seconds, with what the running part
-has written so far: a part that is cut off keeps what it showed. If no engine starts, the parts that need one are left out and
-the others run. Parts that measure no time run at once if there are cores for it; the others run alone. Without a GPU smaller
-parts run on the CPU in the same order, and show nothing of a GPU.
+has written so far: a part that is cut off keeps what it showed, and so do the parts of earlier calls. If an engine fails to
+start, the parts that need one are left out and the others run. Parts that measure no time run at once if they follow each other
+and there are cores for it; the others run alone. Without a GPU smaller parts run on the CPU in the same order, and show nothing
+of a GPU.
 
     python -m benchmarks.gpu                          # in the repository's root
     python -m benchmarks.gpu --only kernels           # these parts
@@ -52,10 +53,11 @@ def main() -> int:
     is_cuda = torch.cuda.is_available()
     device = torch.cuda.get_device_name() if is_cuda else "cpu"
     out = (arguments.out or default_path(device)).resolve()
-    kept = Kept(out, json.loads(out.read_text()) if arguments.resume and out.exists() else {})
+    kept = Kept(out, json.loads(out.read_text()) if out.exists() else {})
     earlier = kept.document.get("parts", {})
     wanted = [part for part in PARTS if arguments.only is None or part.name in arguments.only]
     wanted = [part for part in wanted if not (arguments.resume and earlier.get(part.name, {}).get("ok"))]
+    asked = {part.name for part in wanted}
     kept.update(
         device=device,
         is_cuda=is_cuda,
@@ -70,7 +72,8 @@ def main() -> int:
     LOGS.mkdir(parents=True, exist_ok=True)
     until_s = time.monotonic() + (arguments.seconds if is_cuda else 1e9)
     for group in groups(wanted, are_at_once=is_cuda and (os.cpu_count() or 1) >= CORES_AT_ONCE):
-        has_engine = kept.document["parts"].get(STARTS, {"ok": True})["ok"]
+        started = kept.document["parts"].get(STARTS) if STARTS in asked else None  # a slow one isn't a failed one
+        has_engine = started is None or started["ok"] or bool(started["why"])
         run([part for part in group if has_engine or not part.needs_engine], is_cuda, until_s, kept)
         for part in group:
             if part.needs_engine and not has_engine:

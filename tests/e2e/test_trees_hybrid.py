@@ -93,7 +93,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield found
 
 
-in_float32 = pytest.mark.parametrize("served", [("qwen3-next", "float32", False)], indirect=True)
+can_be_float32 = pytest.mark.skipif(IS_CUDA, reason="vLLM's kernels for these layers take no float32 on CUDA")
+in_float32 = pytest.mark.parametrize(
+    "served", [pytest.param(("qwen3-next", "float32", False), marks=can_be_float32)], indirect=True
+)
 
 
 @in_float32
@@ -163,6 +166,7 @@ def states_at_block_end(running: TestEngine, prompts: list[list[int]], **params:
 
 
 @pytest.mark.skipif(not IS_V2, reason="vLLM's CPU build can't cache these targets' prefixes beside drafts on V1")
+@can_be_float32
 @pytest.mark.parametrize("served", [("qwen3-next", "float32", True)], indirect=True)
 def test_where_a_block_ends_in_a_path_its_own_state_is_cached(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     running = served.running

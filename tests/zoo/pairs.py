@@ -82,13 +82,15 @@ def _dflash(**changes: Any) -> dict[str, Any]:
 
 
 _TEXT = {"language_model_only": True}
+_DELTA = {"gdn_prefill_backend": "triton"}
+"""On Hopper vLLM would take FlashInfer's kernel, and looks for it only when it needs it."""
 PAIRS: dict[str, Pair] = {
     "llama": Pair("llama"),
     "qwen3-moe": Pair("qwen3-moe"),
     "gemma4": Pair("gemma4", runner="v2"),
     "gpt-oss": Pair("gpt-oss", runner="v2", rounds_in_float32=True),
-    "qwen3-next": Pair("qwen3-next", dtype="bfloat16"),
-    "qwen3.5": Pair("qwen3.5", dtype="bfloat16", options=_TEXT),
+    "qwen3-next": Pair("qwen3-next", dtype="bfloat16", options=_DELTA),
+    "qwen3.5": Pair("qwen3.5", dtype="bfloat16", options=_TEXT | _DELTA),
     "qwen3-vl": Pair("qwen3-vl", options=_TEXT),
     "sharded": Pair("llama", is_sharded=True),
     "full": Pair(),
@@ -111,8 +113,8 @@ PAIRS: dict[str, Pair] = {
     "mtp": Pair(has_mtp=True),
     "mtp, gated": Pair("full attention", has_mtp=True),
     "mtp, experts": Pair("experts", has_mtp=True),
-    "mtp, hybrid": Pair("qwen3.5", has_mtp=True, dtype="bfloat16", options=_TEXT),
-    "mtp, qwen3-next": Pair("qwen3-next", has_mtp=True, dtype="bfloat16"),
+    "mtp, hybrid": Pair("qwen3.5", has_mtp=True, dtype="bfloat16", options=_TEXT | _DELTA),
+    "mtp, qwen3-next": Pair("qwen3-next", has_mtp=True, dtype="bfloat16", options=_DELTA),
     "mtp, mimo": Pair("mimo", has_mtp=True, options={"trust_remote_code": True}),
     "eagle3, qwen3": Pair(eagle3={"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}),
 }

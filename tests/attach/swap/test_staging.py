@@ -52,6 +52,19 @@ def test_on_a_device_with_room_they_are_on_it_and_memory_is_used_again() -> None
 
 @pytest.mark.gpu
 @needs_gpu
+def test_after_a_sleep_they_need_room_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Staging(torch.device("cuda"))
+    there.bring(weights(2.0))
+    there.rest(True)
+    torch.cuda.empty_cache()
+    assert all(tensor.is_pinned() for tensor in there.bring(weights(2.0)).values()), "vLLM sleeps"
+    there.rest(False)
+    monkeypatch.setattr(staging, "RESERVE_BYTES", 1 << 60)
+    assert all(tensor.is_pinned() for tensor in there.bring(weights(2.0)).values()), "no room is left"
+
+
+@pytest.mark.gpu
+@needs_gpu
 def test_on_a_full_device_they_wait_in_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "RESERVE_BYTES", 1 << 60)
     brought = Staging(torch.device("cuda")).bring(weights(2.0))
