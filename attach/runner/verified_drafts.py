@@ -75,7 +75,7 @@ class VerifiedDrafts:
             rows, self._gathered = self._gathered, {}
             output = sample(*args, **kwargs)
             if rows and hasattr(output, "get_output"):
-                output.get_output = _adding(rows, output.get_output)
+                output.get_output = _adding(rows, output.get_output, on_error)
             return output
 
         self._runner.execute_model, self._runner.sample_tokens = execute_model, sample_tokens
@@ -107,14 +107,17 @@ class VerifiedDrafts:
         self._gathered = {name: buffers.host[index][: batch.num_reqs] for name, index in wanted.items()}
 
 
-def _adding(rows: dict[str, torch.Tensor], get_output: Callable[[], Any]) -> Callable[[], Any]:
+def _adding(rows: dict[str, torch.Tensor], get_output: Callable[[], Any], on_error: Callable[[str], None]) -> Callable[[], Any]:
     """`AsyncOutput.get_output`, which waits for vLLM's own event, followed by the gathered rows."""
 
     def get_output_with_drafts() -> Any:
         output = get_output()
-        for name, tensor in rows.items():
-            values: npt.NDArray[np.integer[Any]] = tensor.numpy().copy()
-            setattr(output, name, values - 1 if name == NUM_VERIFIED else values)
+        try:
+            for name, tensor in rows.items():
+                values: npt.NDArray[np.integer[Any]] = tensor.numpy().copy()
+                setattr(output, name, values - 1 if name == NUM_VERIFIED else values)
+        except Exception:
+            on_error("verified_drafts")
         return output
 
     return get_output_with_drafts

@@ -10,7 +10,7 @@ children follow from its own token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from honed.attach.trees.grow import NUM_CANDIDATES
 from honed.kernels.trees.reference import MAX_CANDIDATES, MAX_DEPTHS, usable
 from honed.kernels.trees.top_candidates import top_candidates
+from honed.kernels.trees.warm_up import Run, build_run, candidate_runs
 
 # Letters: R requests of a pass, M of the largest, D draft tokens, m candidates, V vocabulary, K scored tokens of a depth.
 
@@ -40,6 +41,8 @@ class DraftCandidates:
         self.places = torch.zeros_like(self.ids) if rows else None  # [M, D, K, m], places among the K of a depth
         self.has_run = False
         """Whether a pass ran since this was last set back."""
+        self.is_wanted = True
+        """Whether trees may grow from the next pass. A graph that was captured finds candidates in any case."""
         self.problem = ""
         """Why candidates aren't to be had any more; empty while they are."""
         if self._num_scored > MAX_CANDIDATES:
@@ -71,7 +74,7 @@ class DraftCandidates:
 
     def _try(self, find: Callable[..., None], *given: Any) -> None:
         try:
-            if not self.problem:
+            if self.is_wanted and not self.problem:
                 find(*given)
         except Exception as error:  # a graph may have been captured without candidates
             self.problem = f"{type(error).__name__}: {error}"
@@ -88,6 +91,14 @@ class DraftCandidates:
             return run(*args, **kwargs)
 
         manager.run_fullgraph = run_fullgraph
+
+    def kernels(self, num_slots: int) -> Iterator[Run]:
+        """What compiles the device's kernels for passes of any number of requests, and for trees of so many nodes."""
+        speculator, device = self._speculator, self.log_probs.device
+        if not self._num_scored:
+            shape = self.depth, min(NUM_CANDIDATES, speculator.vocab_size), speculator.vocab_size
+            yield from candidate_runs(*shape, speculator.dtype, device, speculator.max_num_reqs, [True])
+        yield build_run(self.depth, NUM_CANDIDATES, num_slots, device, self._num_scored)
 
     def _find(self, logits: torch.Tensor) -> None:  # [R * D, V]
         self.has_run = True

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,8 @@ from honed.attach.trees.tree_step import TreeStep
 from honed.kernels.recurrent.reference import TreeUpdates
 from honed.kernels.recurrent.tree_conv import tree_conv
 from honed.kernels.recurrent.tree_delta_rule import commit, misfit, tree_delta_rule
+from honed.kernels.trees.reference import words_of
+from honed.kernels.trees.warm_up import Run
 
 _OF_LAYER = "honed_recurrent"
 """Attribute of a layer on a CPU: what is done after vLLM's own code."""
@@ -72,6 +74,37 @@ class RecurrentLayers:
                 raise TypeError(f"{name}: {reason}")
         self._block_size = _block_size(cache_config) if layers else 0
         """Tokens of a block at whose end vLLM caches a state; 0: it doesn't."""
+
+    def kernels(self, depth: int) -> Iterator[Run]:
+        """What compiles the device's kernels, and changes nothing; `depth` is the most nodes on a path."""
+        kinds = {}
+        for layer in self._layers.values():
+            conv, states = _views(layer)
+            kinds[conv.dtype, states.shape[1:], states.stride(), states.dtype, _weight_of(layer).shape] = layer
+        yield from (functools.partial(self._run_on_nothing, layer, depth) for layer in kinds.values())
+
+    def _run_on_nothing(self, layer: Any, depth: int) -> None:
+        """Two rows of one request, on states of its own."""
+        states = _views(layer)[1]
+        weight, dtype = _weight_of(layer), layer.conv1d.weight.dtype
+        channels, taps = weight.shape
+        heads, width, key_width = states.shape[1:]
+        device, rows = states.device, 2
+        mixed = tree_conv(
+            torch.zeros((rows + taps - 1, channels), dtype=dtype, device=device),
+            torch.zeros((rows, taps), dtype=torch.int64, device=device),
+            weight,
+            layer.conv1d.bias,
+        )
+        query, key, value = layer.rearrange_mixed_qkv(mixed)
+        own = torch.empty_strided((2, heads, width, key_width), states.stride(), dtype=states.dtype, device=device).zero_()
+        gates = torch.zeros((rows, heads), device=device)
+        root = torch.zeros(1, dtype=torch.int64, device=device)
+        starts = torch.tensor([0, rows], dtype=torch.int32, device=device)
+        masks = torch.zeros((1, self._max_rows, words_of(self._max_rows - 1)), dtype=torch.int32, device=device)
+        shape = own, root, starts, masks, self._max_rows
+        _, updates = tree_delta_rule(query[0], key[0], value[0], gates, gates.sigmoid(), *shape)
+        commit(own, root, root, updates, starts, torch.zeros((1, depth), dtype=torch.int64, device=device), root)
 
     def wrap(self) -> None:
         """Overwrite tree rows from now on."""

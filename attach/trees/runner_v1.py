@@ -21,19 +21,21 @@ changed. Later steps verify chains.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from honed.attach.trees.draws import draw
 from honed.attach.trees.eligible import needs_chain
-from honed.attach.trees.grow import GROWS, MOST_FAILURES, grow
+from honed.attach.trees.grow import GROWS, MOST_FAILURES, NUM_CANDIDATES, grow
 from honed.attach.trees.telling import Told, tell, tell_later, to_host
 from honed.attach.trees.tree_layers import TreeLayers, target_layers
 from honed.attach.trees.tree_step import TreeStep, on_device, tree_step
 from honed.attach.trees.walk import Walk, order_of_rows, walk
+from honed.attach.trees.warm_up import WarmUp
 from honed.kernels.trees.reference import MAX_DEPTHS, DraftTrees
+from honed.kernels.trees.warm_up import Run, build_run, candidate_runs
 
 
 class _Growing(NamedTuple):
@@ -69,6 +71,7 @@ class TreesV1:
         context = model_runner.vllm_config.compilation_config.static_forward_context
         layers, cache_config = {name: context[name] for name in groups}, model_runner.vllm_config.cache_config
         self.layers = TreeLayers(layers, groups, on_error, model_runner.num_spec_tokens, cache_config)
+        self._warm_up = WarmUp(model_runner.device, self._kernels())
         self._growing: _Growing | None = None
         self._walked: tuple[TreeStep, Walk] | None = None
         self._logits: torch.Tensor | None = None
@@ -98,7 +101,8 @@ class TreesV1:
         def _prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
             prepared = prepare(scheduler_output, num_scheduled_tokens, *args, **kwargs)
             self.layers.begin()
-            self._walked, self._may_grow = None, not self.is_off and bool(getattr(scheduler_output, GROWS, False))
+            self._walked, self._may_grow = None, self._warm_up.is_over and not self.is_off
+            self._may_grow &= bool(getattr(scheduler_output, GROWS, False))
             try:
                 drafted = scheduler_output.scheduled_spec_decode_tokens
                 self._wanted = {name for name in drafted if name in self._noded or len(drafted[name]) > self.depth}
@@ -182,11 +186,19 @@ class TreesV1:
             # vLLM's counts N tokens: it would end the drafting of all requests N tokens before one of them is full.
             return metadata is not None and metadata.max_seq_len + self.depth + 1 <= runner.effective_drafter_max_model_len
 
+        self._warm_up.begin()
         self.layers.wrap()
         runner._input_fits_in_drafter = _input_fits_in_drafter
         runner._prepare_inputs, runner._sample = _prepare_inputs, _sample
         runner.sample_tokens, runner.take_draft_token_ids = sample_tokens, take_draft_token_ids
         drafter.propose, drafter._sample_draft_tokens = propose_trees, _sample_draft_tokens
+
+    def _kernels(self) -> Iterator[Run]:
+        runner, model = self._runner, self._runner.model_config
+        shape = self.depth, min(NUM_CANDIDATES, model.get_vocab_size()), model.get_vocab_size(), model.dtype
+        yield from candidate_runs(*shape, runner.device, runner.max_num_reqs, [False, True])
+        yield build_run(*shape[:2], runner.num_spec_tokens, runner.device)
+        yield from self.layers.kernels(runner.max_num_reqs, runner.max_model_len, self.depth)
 
     def _fail(self, where: str) -> None:
         self._on_error(where)

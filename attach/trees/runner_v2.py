@@ -40,8 +40,10 @@ from honed.attach.trees.telling import Told, tell_later, to_host
 from honed.attach.trees.tree_layers import TreeLayers, target_layers
 from honed.attach.trees.tree_step import TreeStep, on_device, tree_step
 from honed.attach.trees.walk import Walk, order_of_rows, walk
+from honed.attach.trees.warm_up import WarmUp
 from honed.kernels.trees.reference import DraftTrees
 from honed.kernels.trees.tree_build import allocate, tree_build
+from honed.kernels.trees.warm_up import Run
 
 logger = logging.getLogger("honed.attach")
 
@@ -151,15 +153,19 @@ class TreesV2:
     def __init__(self, model_runner: Any, on_error: Callable[[str], None], may_have_graphs: bool = False) -> None:
         self._runner, self._on_error = model_runner, on_error
         speculator = model_runner.speculator
+        if (found := getattr(speculator, _CANDIDATES, None)) is not None:
+            found.is_wanted = False
         if reason := _misfit(model_runner, may_have_graphs):
             raise TypeError(reason)
         self.slots: int = model_runner.num_speculative_steps
-        self._candidates: DraftCandidates = getattr(speculator, _CANDIDATES)
+        assert found is not None
+        self._candidates: DraftCandidates = found
         self.depth = self._candidates.depth
         groups = target_layers(model_runner.kv_cache_config, set(speculator.draft_attn_layer_names))
         context = model_runner.vllm_config.compilation_config.static_forward_context
         layers, cache_config = {name: context[name] for name in groups}, model_runner.vllm_config.cache_config
         self.layers = TreeLayers(layers, groups, on_error, self.slots, cache_config)
+        self._warm_up = WarmUp(model_runner.device, self._kernels())
         self._trees = allocate(model_runner.max_num_reqs, self.slots, model_runner.device)
         self._has_tree = [False] * model_runner.max_num_reqs
         self._chained: set[str] = set()
@@ -235,7 +241,7 @@ class TreesV2:
                     given = self._in_order(*given)
             except Exception:
                 self._fail("ordering rows")
-            self._candidates.has_run = False
+            self._candidates.has_run, self._candidates.is_wanted = False, self._may_grow
             drafts = propose(*given, **kwargs)
             padded = _padded(drafts, self.slots)
             try:
@@ -247,6 +253,7 @@ class TreesV2:
                     self._has_tree[slot] = False
             return padded
 
+        self._warm_up.begin()
         self.layers.wrap()
         self._candidates.watch_graphs()
         self._keep_out_of_full_graphs()
@@ -254,6 +261,11 @@ class TreesV2:
         runner.rejection_sampler = _Verifying(verify, self._verify)
         runner.model_state.prepare_inputs = prepare_model_inputs
         speculator.propose = propose_trees
+
+    def _kernels(self) -> Iterator[Run]:
+        runner = self._runner
+        yield from self._candidates.kernels(self.slots)
+        yield from self.layers.kernels(runner.max_num_reqs, runner.max_model_len, self.depth)
 
     def _keep_out_of_full_graphs(self) -> None:
         manager = self._runner.cudagraph_manager
@@ -274,7 +286,7 @@ class TreesV2:
 
     def _note(self, scheduler_output: Any) -> None:
         """Note which requests keep their chain, and whether this step and the next are to verify trees."""
-        self._may_grow = not self.is_off and bool(getattr(scheduler_output, GROWS, False))
+        self._may_grow = self._warm_up.is_over and not self.is_off and bool(getattr(scheduler_output, GROWS, False))
         self._chained.difference_update(scheduler_output.finished_req_ids)
         self._chained.update(new.req_id for new in scheduler_output.scheduled_new_reqs if needs_chain(new.sampling_params))
         slot_of = self._runner.req_states.req_id_to_index

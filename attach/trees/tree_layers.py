@@ -12,7 +12,8 @@ Recurrent layers are in `recurrent_layers`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from honed.kernels.trees.cached_attention import cached_attention
 from honed.kernels.trees.reference import MAX_DEPTHS
 from honed.kernels.trees.tree_attention import tree_attention
 from honed.kernels.trees.tree_attention_inputs import HEAD_SIZES, PagedPrefix
+from honed.kernels.trees.warm_up import Run, attention_runs
 
 _BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
 """Those whose metadata say where a request's keys are."""
@@ -61,6 +63,7 @@ class TreeLayers:
             raise TypeError("the target has no attention layer that honed knows")
         self.step: TreeStep | None = None
         """Trees of the step under way."""
+        self._num_slots = num_slots
         self.has_failed = False
         """Whether the pass for this step failed: its rows may have attended to others than their ancestors."""
         self._layers = {name: layer for name, layer in layers.items() if not is_recurrent(layer)}
@@ -80,6 +83,34 @@ class TreeLayers:
             for plane in views:
                 planes.setdefault((groups[name], plane.shape, plane.stride()), []).append(plane)
         self._planes = [(of[0], KvPlanes.of(held) if held[0].is_cuda else held) for of, held in planes.items()]
+
+    def kernels(self, most_requests: int, most_tokens: int, depth: int) -> Iterator[Run]:
+        """What compiles the device's kernels for all steps of so many requests, and changes nothing.
+
+        Args:
+            most_tokens: of a request.
+            depth: most nodes on a path.
+        """
+        seen = set()
+        for name, layer in self._layers.items():
+            views = self._views[name]
+            window, has_sinks = _window_of(layer.impl), getattr(layer.impl, "sinks", None) is not None
+            kind = layer.num_heads, views[0].shape[1:], views[0].stride(), views[0].dtype, window, has_sinks
+            if kind not in seen:
+                seen.add(kind)
+                yield from attention_runs(
+                    *views,
+                    num_heads=layer.num_heads,
+                    num_slots=self._num_slots,
+                    most_requests=most_requests,
+                    most_tokens=most_tokens,
+                    window=window,
+                    is_float_out=has_sinks,
+                )
+        for _, planes in self._planes:
+            if isinstance(planes, KvPlanes):
+                yield functools.partial(_compact_nothing, planes, self._num_slots + 1, depth)
+        yield from self._recurrent.kernels(depth)
 
     def begin(self) -> None:
         """Forget the last step."""
@@ -168,6 +199,12 @@ class TreeLayers:
                 compact_kv(planes, slots_of(group), path, num_accepted)
             else:
                 cache_reference.compact_kv(planes, slots_of(group), path, num_accepted)
+
+
+def _compact_nothing(planes: KvPlanes, num_rows: int, depth: int) -> None:
+    device = planes.table.device
+    slots, path = (torch.full((1, size), -1, device=device) for size in (num_rows, depth))
+    compact_kv(planes, slots, path, torch.zeros(1, dtype=torch.int64, device=device))
 
 
 def target_layers(kv_cache_config: Any, of_drafter: set[str]) -> dict[str, int]:

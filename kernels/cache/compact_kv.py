@@ -42,7 +42,7 @@ MAX_COLUMNS = 512
 
 if triton is not None:
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit(do_not_specialize=["num_rows", "max_depth"])  # type: ignore[untyped-decorator]
     def _compact_kernel(
         like_ptr: tl.tensor,
         table_ptr: tl.tensor,

@@ -151,7 +151,7 @@ if triton is not None:
         tl.store(sums_ptr + i_r * 2, highest)
         tl.store(sums_ptr + i_r * 2 + 1, total)
 
-    @triton.jit  # type: ignore[untyped-decorator]
+    @triton.jit(do_not_specialize=["S"])  # type: ignore[untyped-decorator]
     def _merge_kernel(  # type: ignore[no-untyped-def]
         keys_ptr,
         sums_ptr,
@@ -241,6 +241,16 @@ def choose_splits(num_rows: int, vocabulary: int) -> int:
     return max(1, min(MAX_SPLITS, PROGRAMS // max(num_rows, 1), vocabulary // (4 * LANES)))
 
 
+def kernels_for(num_splits: int, vocabulary: int) -> tuple[int, int]:
+    """What the choice of kernels depends on, where nothing else changes: the sizes of their tiles."""
+    return triton.next_power_of_2(_span(num_splits, vocabulary, LANES) // LANES), triton.next_power_of_2(num_splits)
+
+
+def _span(num_splits: int, vocabulary: int, lanes: int) -> int:
+    """Tokens of a split."""
+    return triton.cdiv(triton.cdiv(vocabulary, num_splits), lanes) * lanes  # type: ignore[no-any-return]
+
+
 def launch(
     logits: torch.Tensor,
     temperature: torch.Tensor | None,
@@ -261,7 +271,7 @@ def launch(
     num_splits = choose_splits(num_rows, vocabulary) if num_splits is None else num_splits
     kept = triton.next_power_of_2(taken)
     assert kept <= lanes, "a split's candidates are the best of its lanes"
-    span = triton.cdiv(triton.cdiv(vocabulary, num_splits), lanes) * lanes
+    span = _span(num_splits, vocabulary, lanes)
     keys = torch.empty((num_rows, num_splits, kept), dtype=torch.int64, device=logits.device)
     sums = torch.empty((num_rows, num_splits, 2), dtype=torch.float32, device=logits.device)
     q_temperature = logits if temperature is None else temperature.contiguous()

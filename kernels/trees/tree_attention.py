@@ -41,7 +41,8 @@ if triton is not None:
     _LN_2 = tl.constexpr(0.6931471805599453)
     _WORD = tl.constexpr(32)
     _LEAST_TILES = tl.constexpr(LEAST_TILES)
-    _VARYING = ["max_rows", "num_splits"]  # vary from step to step: one compiled kernel must handle all values
+    # These vary from step to step: one compiled kernel must handle all values.
+    _VARYING = ["max_rows", "num_splits", "stride_tb", "stride_lx"]
     _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
     @triton.jit  # type: ignore[untyped-decorator]
@@ -372,7 +373,8 @@ def _(*_: Any) -> None:
 
 
 @functools.cache
-def _limits(device: torch.device) -> Device:
+def limits(device: torch.device) -> Device:
+    """Properties of a device that bound a plan; an H200's for a CPU."""
     if device.type != "cuda":
         return Device()
     properties = torch.cuda.get_device_properties(device)
@@ -403,7 +405,7 @@ def launch(
     is_paged, has_scales, has_firsts = paged is prefix, paged.k_scale is not None, paged.firsts is not None
     if plan is None:
         shape = (num_requests, num_kv_heads, group, max_rows, head_size, max_prefix)
-        plan = choose_plan(*shape, q.element_size(), paged.k_cache.element_size(), _limits(q.device))
+        plan = choose_plan(*shape, q.element_size(), paged.k_cache.element_size(), limits(q.device))
     assert lse.is_contiguous(), "the kernel takes no strides for it"
     assert out.stride(2) == row_masks.stride(2) == 1, "the kernel takes rows without gaps"
     row_starts, lengths = row_starts.contiguous(), paged.lengths.contiguous()

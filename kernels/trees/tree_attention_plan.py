@@ -94,6 +94,28 @@ def choose_plan(
     return Plan(block_m, block_n, num_warps, num_stages, num_splits, merge_block_m)
 
 
+def different_plans(
+    most_requests: int,
+    num_kv_heads: int,
+    group: int,
+    most_rows: int,
+    head_size: int,
+    max_prefix: int,
+    q_itemsize: int,
+    kv_itemsize: int,
+    device: Device,
+) -> list[Plan]:
+    """Plans for 1 … `most_requests` requests of 2 … `most_rows` rows, one for each choice of kernels."""
+    found: dict[Plan, Plan] = {}
+    for num_requests in range(1, most_requests + 1):
+        for max_rows in range(2, most_rows + 1):
+            shape = num_requests, num_kv_heads, group, max_rows, head_size, max_prefix, q_itemsize, kv_itemsize
+            plan = choose_plan(*shape, device)
+            is_split = plan.num_splits > 1
+            found.setdefault(plan._replace(num_splits=1 + is_split, merge_block_m=plan.merge_block_m * is_split), plan)
+    return list(found.values())
+
+
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 

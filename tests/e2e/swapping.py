@@ -84,6 +84,13 @@ def wait_until_compiled(running: TestEngine) -> None:
     wait_for(lambda: capturer.is_ready, 120)
 
 
+def wait_until_trees_may_grow(running: TestEngine) -> None:
+    """Until trees would be verified, if this engine can: on a GPU a thread compiles what they need."""
+    running.honed.before_schedule()
+    trees = worker_of(running)._honed_trees
+    wait_for(lambda: trees is None or trees._warm_up.is_over, 120)
+
+
 def wait_until_written(running: TestEngine) -> None:
     """Until what was captured is in the ring: on a GPU a thread writes it."""
     writer = worker_of(running)._honed_side.capturer.writer

@@ -17,7 +17,7 @@ from tests.e2e.device_waits import device_waits, of_honed
 from tests.e2e.engine import DRAFTER, IS_ASYNC, IS_CUDA, IS_V2, TARGET, K, TestEngine, engine, held_out
 from tests.e2e.failing import fail_sometimes
 from tests.e2e.logged import counted, rounds, set_policy, take_batches, without_tree
-from tests.e2e.swapping import wait_until_compiled, wait_until_written
+from tests.e2e.swapping import wait_until_compiled, wait_until_trees_may_grow, wait_until_written
 from tests.e2e.test_engine_modes import grammar
 from tests.e2e.test_sampling_unchanged import mend_vllm_cpu
 from tests.e2e.turns import check_turns, take_turns
@@ -44,7 +44,7 @@ def tree_engine(folders: pytest.TempPathFactory, slots: int, **options: Any) -> 
             mend_vllm_cpu(patch)
         with engine(folders.mktemp("trees") / "run", speculative_config=speculation(slots), **options) as running:
             running.honed._recorder.is_logging_token_ids = True
-            running.honed.before_schedule()
+            wait_until_trees_may_grow(running)
             yield running
 
 

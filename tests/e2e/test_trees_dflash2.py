@@ -12,6 +12,7 @@ import torch
 from benchmarks.make_pairs.kinds import make_dflash2
 from tests.e2e.engine import DRAFTER, IS_SLOW, IS_V2, TARGET, K, TestEngine, engine, held_out
 from tests.e2e.logged import rounds, set_policy, take_batches
+from tests.e2e.swapping import wait_until_trees_may_grow
 
 pytestmark = [pytest.mark.e2e, pytest.mark.v2, pytest.mark.skipif(not IS_V2, reason="vLLM has DFlash2 on V2 alone")]
 SLOTS = 15
@@ -56,6 +57,7 @@ def test_tokens_are_those_without_speculation_and_trees_hold_vllms_chain(
     monkeypatch.setattr(TreesV2, "_grow", watched)
     speculation = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": SLOTS}
     with engine(tmp_path / "run", TARGET, drafter, speculative_config=speculation) as running:
+        wait_until_trees_may_grow(running)
         check(running, expected)
     deep = [len(chain) for _, chain in seen if len(chain) > 1]
     assert len(deep) > 3, "trees hold hardly a chain of two: this shows little"

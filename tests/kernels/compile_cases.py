@@ -17,7 +17,7 @@ from triton.runtime import driver
 from honed.kernels.capture import context_features
 from honed.kernels.recurrent import tree_conv, tree_delta_rule
 from honed.kernels.training import block_loss_goal, block_loss_labels
-from honed.kernels.trees import reference, top_candidates, tree_attention, tree_build
+from honed.kernels.trees import reference, top_candidates, tree_attention, tree_build, warm_up
 from honed.kernels.trees.tree_attention_plan import Device, choose_plan
 
 HALF = torch.bfloat16
@@ -65,6 +65,51 @@ def test_tree_build(compiled: list[Any], max_nodes: int, has_options: bool) -> N
     wide = ids[:, :, None].expand(2, 15, 16, 8).contiguous()
     tree_build.launch(wide.float(), wide, trees.num_nodes, trees, candidates=wide)
     assert [one.metadata.num_warps for one in compiled] == [1, 1]  # nothing waits for another warp
+
+
+@pytest.mark.parametrize(("window", "is_float_out"), [(0, False), (128, True)])
+def test_after_its_runs_attention_of_trees_compiles_nothing(compiled: list[Any], window: int, is_float_out: bool) -> None:
+    slots, tokens, page = 7, 8192, 16
+    both = torch.zeros(3, page, 8, 2 * 128, dtype=HALF)
+    cache = both[..., :128], both[..., 128:]
+    for run in warm_up.attention_runs(
+        *cache, num_heads=32, num_slots=slots, most_requests=24, most_tokens=tokens, window=window, is_float_out=is_float_out
+    ):
+        run()
+    known = {kernel.hash for kernel in compiled}
+    assert 2 <= len(known) <= 16
+    for requests in (1, 2, 3, 7, 16, 24):
+        for rows in (2, 3, 8):
+            count = requests * rows
+            q, k = torch.zeros(count, 32, 128, dtype=HALF), torch.zeros(count, 8, 128, dtype=HALF)
+            lengths, table = (
+                torch.zeros(requests, dtype=torch.int32),
+                torch.zeros(requests, tokens // page + 1, dtype=torch.int32),
+            )
+            firsts = torch.zeros(count, dtype=torch.int32) if window else None
+            prefix = reference.PagedPrefix(*cache, table, lengths, firsts=firsts)
+            plan = choose_plan(requests, 8, 4, rows, 128, window or table.shape[1] * page, 2, 2, Device())
+            masks, starts = torch.zeros(requests, slots + 1, 1, dtype=torch.int32), torch.zeros(requests + 1, dtype=torch.int32)
+            out = torch.empty_like(q, dtype=torch.float32 if is_float_out else HALF)
+            lse = torch.empty(q.shape[:2])
+            tree_attention.launch(q, k, k, starts, masks, rows, 0.1, prefix, plan.num_splits, out, lse, plan)
+    assert {kernel.hash for kernel in compiled} == known
+
+
+@pytest.mark.parametrize("vocabulary", [151_936, 32_003])
+def test_after_its_runs_nothing_of_a_trees_growth_is_compiled(compiled: list[Any], vocabulary: int) -> None:
+    cpu = torch.device("cpu")
+    for run in warm_up.candidate_runs(7, 8, vocabulary, HALF, cpu, 64, [True]):
+        run()
+    warm_up.build_run(7, 8, 15, cpu)()
+    known = {kernel.hash for kernel in compiled}
+    assert 2 <= len(known) <= 16
+    for requests in (1, 2, 5, 16, 33, 64):
+        logits, ids = torch.zeros(requests, 7, vocabulary, dtype=HALF), torch.zeros(requests, 7, 8, dtype=torch.int32)
+        top_candidates.launch(logits, torch.ones(requests), torch.zeros(ids.shape), ids)
+        trees = tree_build.allocate(requests, 15, "cpu")
+        tree_build.launch(torch.zeros(ids.shape), ids, torch.full((requests,), 15), trees)
+    assert {kernel.hash for kernel in compiled} == known
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])

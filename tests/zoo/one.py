@@ -44,7 +44,7 @@ from tests.e2e.drafting import LOGITS_TOLERANCE, difference_of_logits, listen, s
 from tests.e2e.float32_states import compute_in_float32
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.memorising import memorised, transformers_model
-from tests.e2e.swapping import swap, wait_until_written
+from tests.e2e.swapping import swap, wait_until_trees_may_grow, wait_until_written
 from tests.zoo.mtp_targets import as_qwen2
 from tests.zoo.pairs import PAIRS, make
 
@@ -207,7 +207,7 @@ def with_trees(target: Path, version: Path, expected: list[list[int]], folder: P
             prepare_workers()
         speculative = {"method": "dflash", "model": str(version), "num_speculative_tokens": SLOTS}
         with engine(folder, target, version, speculative_config=speculative, **options) as running:
-            running.honed.before_schedule()
+            wait_until_trees_may_grow(running)
             hello = running.honed._hello()
             if "trees" not in hello.capabilities:
                 return {"no_trees": hello.limits}
