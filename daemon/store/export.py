@@ -2,7 +2,9 @@
 
 It reads the database itself, read-only, so it works with or without a running daemon. A read transaction lasts for one
 page of batches at most, since a long one would keep SQLite from recycling its write-ahead log. Memory stays bounded: one
-page of batches and one row group at a time. The file appears under its name only when complete.
+page of batches and one row group at a time.
+
+A regular file appears under its name only when complete; a link to one is followed. A pipe or a device is written to directly.
 
 A round's time is its step's end on the engine's monotonic clock, converted to wall time by the batch's pair of clock
 readings: t = sent_unix − (sent_mono − end).
@@ -13,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,21 +108,23 @@ class _Sink(Protocol):
 
 
 def export(database: Path, out: str, format: str, chosen: Chosen) -> dict[str, int]:
-    """Write the chosen rounds to `out` ("-": stdout, JSON lines only) and return their counts.
+    """Write the chosen rounds to `out` ("-": stdout) and return their counts. Parquet needs a regular file.
 
     Raises:
-        RequestError: an unknown format, or a missing library.
+        RequestError: an unknown format, Parquet for something else than a regular file, or a missing library.
         UnknownError: there is no database, or no such engine in it.
         ExportError: the database can't be read, or the file can't be written.
     """
     if format not in ("jsonl", "parquet"):
         raise RequestError(f"unknown format {format!r}", cure="Use jsonl or parquet.")
-    if format == "parquet" and out == "-":
-        raise RequestError("parquet needs a file", cure="Give --out a file name.")
-    tally = Tally()
-    part = Path(f"{out}.part")
+    is_file = out != "-" and (os.path.isfile(out) or not os.path.exists(out))
+    if format == "parquet" and not is_file:
+        raise RequestError(f"parquet needs a regular file, and {out} isn't one", cure="Give --out a file name, or use jsonl.")
+    tally, path, part = Tally(), Path(os.path.realpath(out)), None
     try:
-        sink = _JsonLines(sys.stdout) if out == "-" else _open_sink(part, format)
+        if is_file:
+            part = _new_part(path.parent)
+        sink = _Parquet(part) if part and format == "parquet" else _JsonLines(_open_text(part or out))
         try:
             for batch in batches(database, chosen, tally):
                 try:
@@ -132,14 +137,15 @@ def export(database: Path, out: str, format: str, chosen: Chosen) -> dict[str, i
                 sink.write(rows)
         finally:
             sink.close()
-        if out != "-":
-            os.replace(part, out)
+        if part:
+            os.replace(part, path)
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise ExportError(f"{out} can't be written: {error.strerror or error}") from error
+        cure = "Give --out a file name in a folder that you may write to and that has space."
+        raise ExportError(f"{out} can't be written: {error.strerror or error}", cure=cure) from error
     finally:
-        if out != "-":
+        if part:
             part.unlink(missing_ok=True)
     return {"rounds": tally.rounds, "batches": tally.batches, "unreadable_batches": tally.unreadable_batches}
 
@@ -255,10 +261,15 @@ def parquet_schema() -> pyarrow.Schema:
     return pa.schema([(name, kinds.get(kind) or pa.type_for_alias(kind)) for name, kind in COLUMNS.items()])
 
 
-def _open_sink(part: Path, format: str) -> _Sink:
-    part.unlink(missing_ok=True)
-    part.touch(0o600)  # token ids may be among the columns
-    return _JsonLines(part.open("w", encoding="utf-8")) if format == "jsonl" else _Parquet(part)
+def _new_part(folder: Path) -> Path:
+    """A file of its own for rows that aren't complete yet; only its owner may read it, for it may have token ids."""
+    descriptor, name = tempfile.mkstemp(dir=folder, prefix=".honed-export.")
+    os.close(descriptor)
+    return Path(name)
+
+
+def _open_text(out: str | Path) -> TextIO:
+    return sys.stdout if out == "-" else open(out, "w", encoding="utf-8")
 
 
 def _uri_path(path: Path) -> str:

@@ -229,6 +229,57 @@ def test_an_unwritable_target_is_one_clear_error(database: Path) -> None:
         export.export(database, str(database.parent / "no" / "such" / "x"), "jsonl", Chosen())
 
 
+@pytest.mark.fault("an export that replaces what isn't its file")
+def test_a_pipe_is_written_to_and_stays(database: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        export.export(database, str(pipe), "jsonl", Chosen())
+        assert len(os.read(reader, 1 << 16).splitlines()) == 6
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
+@pytest.mark.fault("an export that replaces what isn't its file")
+def test_parquet_for_a_pipe_is_refused_with_a_cure(database: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(RequestError, match="pipe isn't one") as caught:
+        export.export(database, str(pipe), "parquet", Chosen())
+    assert "--out" in caught.value.cure
+    assert pipe.is_fifo()
+
+
+@pytest.mark.fault("an export that replaces what isn't its file")
+def test_a_folder_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="Is a directory"):
+        export.export(tmp_path / "honed.db", str(tmp_path), "jsonl", Chosen())
+
+
+@pytest.mark.fault("an export that replaces what isn't its file")
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_is_followed(database: Path, tmp_path: Path, exists: bool) -> None:
+    link, file = tmp_path / "link", tmp_path / "elsewhere" / "rounds"
+    file.parent.mkdir()
+    if exists:
+        file.write_text("old")
+    link.symlink_to(file)
+    export.export(database, str(link), "jsonl", Chosen())
+    assert link.is_symlink()
+    assert len(file.read_text().splitlines()) == 6
+    assert list(file.parent.iterdir()) == [file]
+
+
+@pytest.mark.fault("an export that replaces what isn't its file")
+def test_a_file_that_another_export_might_call_its_part_stays(database: Path, tmp_path: Path) -> None:
+    other = tmp_path / "out.jsonl.part"
+    other.write_text("mine")
+    exported(database)
+    assert other.read_text() == "mine"
+
+
 @pytest.mark.parametrize(("out", "format"), [("-", "parquet"), ("x", "csv")])
 def test_formats_that_do_not_exist(database: Path, out: str, format: str) -> None:
     with pytest.raises(RequestError) as caught:
