@@ -112,6 +112,7 @@ FAULTS = (
     "gauges of an engine that is gone",
     "overrides that aren't finite numbers",
     "an IPv6 address without a port as host",
+    "a URL that can't be read",
     "an export that replaces what isn't its file",
     "a user without a home folder",
     "a folder or a file of another user's",

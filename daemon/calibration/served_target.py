@@ -24,7 +24,7 @@ from typing import Any, Self
 import httpx2
 
 from honed.daemon.calibration.prompts_file import Prompt
-from honed.daemon.client.client import EXIT_FAILED, EXIT_USAGE
+from honed.daemon.client.client import EXIT_FAILED, EXIT_USAGE, fault_of_url
 
 CONNECT_S, ANSWER_S = 10.0, 30.0
 SETTLE_S, SETTLE_TIMES = 0.25, 40
@@ -107,8 +107,9 @@ def _values(counters: Counters) -> tuple[int, ...]:
 
 
 def _address(text: str) -> str:
-    """Probable URL for an address without http://."""
-    return f"http://{text.rpartition('//')[2]}" if text.rpartition("//")[2] else "http://host:port"
+    """Probable URL for a wrong one: with http://, if that is what it lacks."""
+    likely = f"http://{text.rpartition('//')[2]}"
+    return "http://host:port" if fault_of_url(likely) else likely
 
 
 COUNTERS = {
@@ -145,8 +146,9 @@ class ServedTarget:
     """
 
     def __init__(self, url: str, *, model: str = "", key: str = "", timeout_s: float = 600.0) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise TargetError(f"{url!r} isn't a server's address", cure=f"Write {_address(url)}.", exit_code=EXIT_USAGE)
+        if fault := fault_of_url(url):
+            cure = f"Write {_address(url)}."
+            raise TargetError(f"{url!r} isn't a server's address: {fault}", cure=cure, exit_code=EXIT_USAGE)
         self.url, self.model, self._timeout_s = url.rstrip("/").removesuffix("/v1"), model, timeout_s
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         # Made once: loading certificates takes longer than a short prompt.

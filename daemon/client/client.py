@@ -55,6 +55,12 @@ class Unreachable(AdminError, ConnectionError):
     exit_code = EXIT_UNREACHABLE
 
 
+class AddressError(AdminError, ValueError):
+    """A URL that can't be a server's."""
+
+    exit_code = EXIT_USAGE
+
+
 class Refused(AdminError, ValueError):
     """The daemon refused the request. `status` is the HTTP status, `problem` the RFC 9457 document."""
 
@@ -78,11 +84,16 @@ class AdminClient:
         url: `http://127.0.0.1:port` instead of the socket.
         token: bearer token, for TCP.
         timeout_s: longest wait for an answer (not for an operation: operations are polled).
+
+    Raises:
+        AddressError: `url` can't be a server's.
     """
 
     def __init__(self, socket_path: Path | None = None, *, url: str = "", token: str = "", timeout_s: float = 10.0) -> None:
         if bool(url) == (socket_path is not None):
             raise ValueError("give either the daemon's socket or its URL")
+        if url and (fault := fault_of_url(url)):
+            raise AddressError(f"--url {url} isn't an address: {fault}", cure="Write it like http://127.0.0.1:9465.")
         self.socket_path = socket_path
         self.where = url or str(socket_path)
         self._timeout_s = timeout_s
@@ -254,6 +265,23 @@ class AdminClient:
             f"no daemon is listening on {path}: a stopped daemon left the file",
             cure="It crashed or was killed: `systemctl restart honed` or `honed serve`.",
         )
+
+
+def fault_of_url(url: str) -> str:
+    """Why a URL can't be a server's; "" if it can."""
+    if not url.startswith(("http://", "https://")):
+        return "it doesn't begin with http:// or https://"
+    try:
+        parsed = httpx2.URL(url)
+    except httpx2.InvalidURL as error:
+        return str(error)
+    try:
+        is_name = bool(parsed.host.encode("idna"))
+    except UnicodeError:
+        is_name = False
+    if not is_name:
+        return f"it has no valid host ({parsed.host!r})"
+    return "" if 0 < (parsed.port or 80) <= 65535 else f"it has port {parsed.port}; a port is from 1 to 65535"
 
 
 def part(text: str) -> str:

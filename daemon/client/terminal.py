@@ -54,9 +54,7 @@ class Connection:
     timeout_s: float = 10.0
 
     def open(self) -> AdminClient:
-        """Make a client; send nothing yet."""
-        if self.url and not self.url.startswith(("http://", "https://")):
-            fail(f"--url {self.url} isn't an address", cure="Write it like http://127.0.0.1:9465.", exit_code=EXIT_USAGE)
+        """Make a client; send nothing yet. Raises AddressError."""
         token = ""
         if self.token_file is not None:
             try:
@@ -105,11 +103,11 @@ def load_settings(config: Path | None, **paths: Path | None) -> Settings:
 def connect(context: typer.Context) -> Iterator[AdminClient]:
     """Yield a client for a command's body; an AdminError ends the process as described above."""
     connection = context.obj if isinstance(context.obj, Connection) else Connection()
-    with connection.open() as client:
-        try:
+    try:
+        with connection.open() as client:
             yield client
-        except AdminError as error:
-            fail(str(error), cure=error.cure, exit_code=error.exit_code)
+    except AdminError as error:
+        fail(str(error), cure=error.cure, exit_code=error.exit_code)
 
 
 def fail(message: str, *, cure: str = "", exit_code: int = 1) -> NoReturn:

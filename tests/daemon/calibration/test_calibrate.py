@@ -333,3 +333,14 @@ def test_an_address_without_http_is_wrong_usage(tmp_path: Path, command: str) ->
     assert result.exit_code == 2
     assert "'127.0.0.1:8000' isn't a server's address" in result.stderr
     assert "Write http://127.0.0.1:8000." in result.stderr
+
+
+@pytest.mark.fault("a URL that can't be read")
+@pytest.mark.parametrize("command", ["calibrate", "retention"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:port", "http://[::1", "http://.."])
+def test_an_address_that_cannot_be_read_is_wrong_usage(tmp_path: Path, command: str, url: str) -> None:
+    (tmp_path / "prompts").write_text("one\n")
+    result = CliRunner().invoke(app, [command, "--url", url, "--prompts", str(tmp_path / "prompts")])
+    assert result.exit_code == 2
+    assert f"'{url}' isn't a server's address: " in result.stderr
+    assert "Write http://host:port." in result.stderr

@@ -44,6 +44,33 @@ def test_a_socket_left_behind_is_told_from_a_missing_one(path: Path) -> None:
     assert "a stopped daemon left the file" in str(failure(path))
 
 
+@pytest.mark.fault("a URL that can't be read")
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:9465",
+        "http://127.0.0.1:port",
+        "http://[::1",
+        "http://127.0.0.1:99999999999999999999",
+        "http://",
+        "http://..",
+        f"http://{'a' * 70}:1",
+        "http://\x01",
+    ],
+)
+def test_a_url_that_cannot_be_a_servers_is_wrong_usage(url: str) -> None:
+    with pytest.raises(AdminError, match="isn't an address: ") as caught:
+        AdminClient(url=url)
+    assert caught.value.exit_code == EXIT_USAGE
+    assert "http://127.0.0.1:9465" in caught.value.cure
+
+
+@pytest.mark.parametrize("url", ["http://[::1]:9465", "https://bücher.de", "http://honed:9465/", "http://[fe80::1%lo]:1"])
+def test_a_url_that_can_be_a_servers_is_taken(url: str) -> None:
+    with AdminClient(url=url) as client:
+        assert client.where == url
+
+
 def test_what_is_no_socket_is_said_to_be_none(path: Path) -> None:
     path.write_text("")
     error = failure(path)
