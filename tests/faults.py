@@ -113,6 +113,7 @@ FAULTS = (
     "overrides that aren't finite numbers",
     "an IPv6 address without a port as host",
     "a URL that can't be read",
+    "values of another kind taken as settings",
     "an export that replaces what isn't its file",
     "a user without a home folder",
     "a folder or a file of another user's",

@@ -29,6 +29,8 @@ def check_address(address: str, *, why_only_loopback: str = LOOPBACK_ONLY) -> tu
         host = "127.0.0.1"
     try:
         is_local = is_loopback(host)
+        if not (port.isascii() and port.isdigit()):  # int() also takes 9_464 and other scripts' digits
+            raise ValueError(f"port {port!r} isn't a number")
         number = int(port)
     except ValueError as error:
         raise ValueError('isn\'t host:port with a numeric address; write 127.0.0.1:9464, or "" for none') from error

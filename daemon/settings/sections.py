@@ -1,6 +1,7 @@
 """The sections of the settings: the daemon's own, and those made from frozen dataclasses of other folders.
 
-Unknown keys and numbers out of range are refused. `RANGES`, here and in the dataclasses, has each number's range.
+Unknown keys, values of another kind and numbers out of range are refused. `RANGES`, here and in the dataclasses, has each
+number's range.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator, model_validator
 
@@ -59,6 +60,17 @@ class Section(BaseModel):
     OWNER: ClassVar[type[Any] | None] = None
     """The dataclass that it was made from."""
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what pydantic would turn into something else: true would be 1, and "" the working directory."""
+        kind, allowed = cls.model_fields[info.field_name or ""].annotation, cls.RANGES.get(info.field_name or "")
+        if kind is not bool and _has_truth_value(value):
+            raise ValueError(f"must be {allowed}, not true or false" if allowed else "must not be true or false")
+        if value == "" and Path in (kind, *get_args(kind)):
+            raise ValueError("must not be empty; leave it out for the default")
+        return value
+
     @field_validator("*")
     @classmethod
     def _is_in_range(cls, value: Any, info: ValidationInfo) -> Any:
@@ -73,6 +85,11 @@ class Section(BaseModel):
         if self.OWNER is not None:
             value_of(self.OWNER, self)
         return self
+
+
+def _has_truth_value(value: Any) -> bool:
+    """Whether a value, or a part of a list, is true or false."""
+    return any(map(_has_truth_value, value)) if isinstance(value, tuple | list) else isinstance(value, bool)
 
 
 class PathSettings(Section):

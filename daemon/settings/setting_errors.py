@@ -64,8 +64,8 @@ def _sentence(one: dict[str, Any], given: Given, model: type[BaseModel]) -> str:
 
 def _unknown(key: str, place: str, name: str, model: type[BaseModel]) -> str:
     known = variables.keys_of(model)
-    if name.startswith("HONED_") and name == variables.name_of(key):
-        near = variables.did_you_mean(name, [variables.name_of(one) for one in known])
+    if name.upper() == variables.name_of(key):
+        near = variables.did_you_mean(name.upper(), [variables.name_of(one) for one in known])
     else:
         sections = {one.rpartition(".")[0] for one in known}
         near, name = variables.did_you_mean(key, known if "." in key else [*sorted(sections), *known]), repr(key)

@@ -37,31 +37,35 @@ def keys_of(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def unknown(env: Mapping[str, str], model: type[BaseModel]) -> list[str]:
-    """One sentence for each unknown variable. The model reports unknown keys of a section."""
+    """One sentence for each unknown variable. The model reports unknown keys of a section.
+
+    A section's variables may be in any case, the others are in capitals.
+    """
     sections = {name_of(name) for name in model.model_fields}
     plain = {*PATHS, *VARIABLES, *OTHERS}
     candidates = [*sorted(plain), *map(name_of, keys_of(model))]
     return [
-        f"unknown setting {name} in the environment{did_you_mean(name, candidates)}"
+        f"unknown setting {name} in the environment{did_you_mean(name.upper(), candidates)}"
         for name in sorted(env)
-        if name.startswith("HONED_")
+        if name.upper().startswith("HONED_")
         and name not in plain
         and not name.startswith(OF_TESTS)
-        and name.partition("__")[0] not in sections
+        and name.upper().partition("__")[0] not in sections
     ]
 
 
 def not_json(env: Mapping[str, str], model: type[BaseModel], prefix: str = "HONED_") -> dict[str, str]:
     """Variables of lists and whole sections that aren't valid JSON, with an error message for each."""
     wrong: dict[str, str] = {}
+    spelt = {name.upper(): name for name in env}
     for key, field in model.model_fields.items():
-        name, kind = prefix + key.upper(), field.annotation
+        name, kind = spelt.get(prefix + key.upper(), ""), field.annotation
         is_section = isinstance(kind, type) and issubclass(kind, BaseModel)
-        if (is_section or get_origin(kind) is tuple) and name in env and not _is_json(env[name]):
+        if (is_section or get_origin(kind) is tuple) and name and not _is_json(env[name]):
             example = '{"key": 1}' if is_section else _example(kind)
             wrong[name] = f"setting {name}={env[name]!r} in the environment isn't JSON; write it like {example}"
         if is_section:
-            wrong |= not_json(env, kind, f"{name}__")  # type: ignore[arg-type]
+            wrong |= not_json(env, kind, f"{prefix}{key.upper()}__")  # type: ignore[arg-type]
     return wrong
 
 

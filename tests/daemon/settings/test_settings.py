@@ -137,6 +137,67 @@ def test_a_mistake_is_one_line_that_names_it(given: dict[str, Any], says: str) -
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.fault("values of another kind taken as settings")
+@pytest.mark.parametrize(
+    ("toml", "says"),
+    [
+        ("store.max_raw_bytes = false", "'store.max_raw_bytes' is False: must be at least 0, not true or false (from"),
+        ("registry.keep_versions = true", "'registry.keep_versions' is True: must be at least 0, not true or false"),
+        ("controller.static_k = true", "must be from -1 to 1_024, not true or false"),
+        ("controller.capture_share = true", "must be from 0 to 1, not true or false"),
+        ("controller.table = [[true, 5]]", "'controller.table' is [[True, 5]]: must not be true or false"),
+        ("trainer.blends = [0.5, true]", "must be above 0 and at most 1, not true or false"),
+        ("controller.drift.low_gap = false", "must be at least 0 and below 1, not true or false"),
+        ('paths.state_dir = ""', "'paths.state_dir' is '': must not be empty; leave it out for the default"),
+        ('http.read_token_file = ""', "'http.read_token_file' is '': must not be empty"),
+        ('http.admin_listen = "127.0.0.1:9_465"', "isn't host:port"),
+        ('http.admin_listen = "127.0.0.1:９４６５"', "isn't host:port"),
+        ('http.metrics_listen = "127.0.0.1:+9464"', "isn't host:port"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(tmp_path: Path, toml: str, says: str) -> None:
+    path = tmp_path / "honed.toml"
+    path.write_text(toml)
+    with pytest.raises(SettingsError) as caught:
+        load(path, env={})
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.fault("values of another kind taken as settings")
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        (
+            {"honed_stor__max_raw_bytes": "1"},
+            "unknown setting honed_stor__max_raw_bytes in the environment; did you mean HONED_S",
+        ),
+        ({"honed_store__max_raw_bites": "1"}, "honed_store__max_raw_bites in the environment; did you mean HONED_STORE__MAX_R"),
+        ({"honed_state_dir": "/a"}, "unknown setting honed_state_dir in the environment; did you mean HONED_STATE_DIR?"),
+        ({"honed_trainer__blends": "1,"}, "honed_trainer__blends='1,' in the environment isn't JSON"),
+        ({"HONED_PATHS__STATE_DIR": ""}, "must not be empty"),
+        ({"HONED_STORE": '{"max_raw_bytes": false}'}, "must be at least 0, not true or false (from HONED_STORE in"),
+    ],
+)
+def test_a_variable_that_would_not_count_is_refused(env: dict[str, str], says: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(env=env)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_variables_are_texts_of_any_case() -> None:
+    env = {
+        "honed_store__max_raw_bytes": "4_000",
+        "Honed_Store__Max_Raw_Age_S": "1e3",
+        "HONED_EVENTS__LOG_TOKEN_IDS": "true",
+        "HONED_CONTROLLER__TABLE": "[[4, 5]]",
+    }
+    settings = load(env=env)
+    assert (settings.store.max_raw_bytes, settings.store.max_raw_age_s, settings.events.log_token_ids) == (4000, 1000.0, True)
+    assert settings.controller_settings().table == ((4, 5),)
+
+
 def test_a_file_that_is_no_toml_is_named(tmp_path: Path) -> None:
     path = tmp_path / "honed.toml"
     path.write_text("[store\n")
