@@ -114,6 +114,7 @@ FAULTS = (
     "an IPv6 address without a port as host",
     "a URL that can't be read",
     "values of another kind taken as settings",
+    "a misspelt place to share that becomes a local folder",
     "an export that replaces what isn't its file",
     "a user without a home folder",
     "a folder or a file of another user's",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,8 @@ from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.gate.gate import GateSettings
 
 D = TypeVar("D")
+_SHARED_PLACE = re.compile(r"/|(file|local):///|([a-z][a-z0-9+.-]*::)*(?!file:|local:)[a-z][a-z0-9+.-]*://.", re.IGNORECASE)
+"""How an absolute path or a URL begins; protocols may be chained (`simplecache::s3://…`)."""
 
 
 def home() -> Path:
@@ -224,7 +227,8 @@ class RegistrySettings(Section):
     keep_versions: int = 16
     """Newest versions to keep, besides those with an alias or in use. 0: keep all."""
     url: str = ""
-    """fsspec URL of a registry that hosts share ("file:///mnt/nfs/honed", "s3://bucket/honed"); "": none."""
+    """fsspec URL of a registry that hosts share ("file:///mnt/nfs/honed", "s3://bucket/honed"), or an absolute path;
+    "": none."""
     publish: bool = True
     """Copy versions made here to `url` when they become active."""
     try_fetched: bool = True
@@ -236,6 +240,16 @@ class RegistrySettings(Section):
     the same way. Whoever may write there can then hasten a promotion or a roll-back."""
 
     RANGES: ClassVar[Ranges] = {"keep_versions": Range(0), "poll_s": Range(0, 1e9, excludes_low=True)}
+
+    @field_validator("url")
+    @classmethod
+    def _names_one_place(cls, value: str) -> str:
+        """Refuse what fsspec would take for a path in the working directory."""
+        if value and not _SHARED_PLACE.match(value):
+            raise ValueError(
+                "isn't a URL or an absolute path; write s3://bucket/honed, file:///mnt/nfs/honed or /mnt/nfs/honed"
+            )
+        return value
 
 
 class RecalibrationSettings(Section):

@@ -14,6 +14,8 @@ from honed.daemon.settings import variables
 from honed.daemon.settings.sections import Section
 
 Location = tuple[int | str, ...]
+_CREDENTIALS = re.compile(r"[^\s'\"]+@")
+"""What stands before an @, in `registry.url`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def _sentence(one: dict[str, Any], given: Given, model: type[BaseModel]) -> str:
         return f"settings [{key}]: {text}{_named_sources(text, location, found, given)}"
     limits = f", {allowed}" if allowed and allowed not in text else ""
     where = f" (from {name} in {place})" if place.startswith("the") else f" (from {place})" if place else ""
-    return f"setting {key!r} is {one['input']!r}: {text}{limits}{where}"
+    return f"setting {key!r} is {_CREDENTIALS.sub('…@', repr(one['input']))}: {text}{limits}{where}"
 
 
 def _unknown(key: str, place: str, name: str, model: type[BaseModel]) -> str:

@@ -97,7 +97,7 @@ class SharedRegistry:
             raise RegistryError(f"registry.url = {shown!r} needs fsspec: pip install '/path/to/honed[shared]'") from error
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url, **_OPTIONS.get(url.partition(":")[0], {}))
-        except (ImportError, ValueError) as error:  # "Install s3fs to access S3", "Protocol not known: …"
+        except Exception as error:  # "Install s3fs to access S3", "Protocol not known: …", or what its file system raises
             raise RegistryError(without_credentials(f"registry.url = {url!r} can't be used: {error}")) from error
         self._is_mounted = isinstance(self._fs, fsspec.implementations.local.LocalFileSystem)
         self._versions = f"{self._root.rstrip('/')}/versions"

@@ -164,6 +164,30 @@ def test_a_value_of_another_kind_is_refused(tmp_path: Path, toml: str, says: str
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.fault("a misspelt place to share that becomes a local folder")
+@pytest.mark.parametrize(
+    "url",
+    ["s3:/bucket/honed", "s3//bucket/honed", "bucket/honed", "file:/mnt/honed", "file://mnt/honed", "s3://", "://x", " /mnt"],
+)
+def test_a_place_to_share_is_a_url_or_an_absolute_path(url: str) -> None:
+    with pytest.raises(SettingsError, match=r"'registry.url' is .*: isn't a URL or an absolute path; write s3://bucket/honed"):
+        load(env={"HONED_REGISTRY__URL": url})
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "/mnt/honed", "file:///mnt/honed", "s3://bucket", "s3://key:se/cret@bucket", "simplecache::s3://bucket", "memory://x"],
+)
+def test_places_to_share(url: str) -> None:
+    assert load(env={"HONED_REGISTRY__URL": url}).registry.url == url
+
+
+def test_a_wrong_place_to_share_is_shown_without_its_credentials() -> None:
+    with pytest.raises(SettingsError, match="…@bucket") as caught:
+        load(env={"HONED_REGISTRY__URL": "s3:/key:se/cret@bucket"})
+    assert "cret" not in str(caught.value)
+
+
 @pytest.mark.fault("values of another kind taken as settings")
 @pytest.mark.parametrize(
     ("env", "says"),

@@ -207,6 +207,12 @@ def test_a_protocol_that_nobody_speaks_is_named(tmp_path: Path) -> None:
         SharedRegistry("nope://x", Registry(tmp_path / "here"))
 
 
+@pytest.mark.fault("a misspelt place to share that becomes a local folder")
+def test_a_place_that_its_file_system_refuses_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RegistryError, match=r"registry.url = 'github://' can't be used: .*argument"):
+        SharedRegistry("github://", Registry(tmp_path / "here"))
+
+
 @pytest.mark.fault("odd figures in a peer's manifest")
 @pytest.mark.parametrize("figures", [{"gate": 7}, {"gate": [{"workload": "a"}]}, {"gate": [[]]}, [], "x", {"steps": "many"}])
 def test_a_manifest_with_odd_figures_is_no_version(here: Side, target: Path, figures: object) -> None:
