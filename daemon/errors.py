@@ -7,6 +7,9 @@ from collections.abc import Iterable
 START_TRAINER = "Start one: `systemctl start honed-trainer`, or `honed train`."
 """Cure if no trainer is connected."""
 
+CHECK_DISK = "Check the state folder's disk: whether it is full, mounted read-only or failing, and who owns the files."
+"""Cure if the database or the registry refuses."""
+
 
 class HonedError(Exception):
     """Base of the daemon's own errors; the text is one clear line for an operator, `cure` says what to do."""
@@ -26,6 +29,9 @@ class StartError(HonedError, RuntimeError):
 
 class StoreError(HonedError, OSError):
     """The database or the registry refused a read or a write (full disk, I/O error, closed)."""
+
+    def __init__(self, message: str = "", *, cure: str = CHECK_DISK) -> None:
+        super().__init__(message, cure=cure)
 
 
 class UnknownError(HonedError, LookupError):

@@ -115,6 +115,8 @@ FAULTS = (
     "a URL that can't be read",
     "values of another kind taken as settings",
     "a misspelt place to share that becomes a local folder",
+    "a library's own words about a wrong value",
+    "a full disk that is called a start",
     "an export that replaces what isn't its file",
     "a user without a home folder",
     "a folder or a file of another user's",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import structlog
 from fastapi import FastAPI, Request, Response
@@ -24,8 +26,11 @@ from honed.daemon.errors import (
     UnauthorizedError,
     UnknownError,
 )
+from honed.daemon.settings.plain_errors import sentence
 
 log = structlog.get_logger("honed.api")
+
+_KIND = re.compile(r"constrained-\w+|int|float|str")
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 STATUS_OF: dict[type[HonedError], tuple[int, str]] = {
@@ -59,9 +64,9 @@ def finish(app: FastAPI, requests: Counter[tuple[str, str, str]], *, other_route
 
     @app.exception_handler(RequestValidationError)
     def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        return problem(422, "Invalid request", f"{where}: {first['msg']}")
+        known = _fields_of(request)
+        detail, is_about_names = _explain(error.errors(), known)
+        return problem(422, "Invalid request", detail, f"It takes {', '.join(known)}." if known and is_about_names else "")
 
     @app.exception_handler(HTTPException)
     def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -86,6 +91,32 @@ def finish(app: FastAPI, requests: Counter[tuple[str, str, str]], *, other_route
         path = getattr(route, "path", "unknown")
         requests[request.method if request.method in METHODS else "other", path, str(response.status_code)] += 1
         return response
+
+
+def _explain(errors: Sequence[Any], known: list[str]) -> tuple[str, bool]:
+    """The first value's fault, and whether it is about what the body holds rather than about a value.
+
+    A value that may be of several kinds has an error for each: those of the kind that it is count, else all.
+    """
+    name, is_of_body = _name_of(errors[0]), errors[0]["loc"][0] == "body"
+    of_value = [error for error in errors if _name_of(error) == name]
+    of_value = [error for error in of_value if not error["type"].endswith("_type")] or of_value
+    first, *others = dict.fromkeys(sentence(error, known) for error in of_value)
+    text = " or ".join((first, *(other.removeprefix("must be ") for other in others)))
+    return f"{name or 'the body'} {text}", is_of_body and (not name or errors[0]["type"] in ("missing", "extra_forbidden"))
+
+
+def _name_of(error: Any) -> str:
+    """A value's name, without the part of a request that it is in, and without the kind that pydantic tried."""
+    names = [str(part) for part in error["loc"][1:] if not _KIND.fullmatch(str(part))]
+    return "" if error["type"] == "json_invalid" else ".".join(names)
+
+
+def _fields_of(request: Request) -> list[str]:
+    """Names of the fields of a route's body."""
+    body = getattr(request.scope.get("route"), "body_field", None)
+    kinds = () if body is None else (body.field_info.annotation, *get_args(body.field_info.annotation))
+    return [name for kind in kinds for name in getattr(kind, "model_fields", ())]
 
 
 def methods_of(app: FastAPI, request: Request) -> set[str]:

@@ -314,7 +314,6 @@ def refusal(answer: httpx2.Response) -> Refused:
         412: "Something changed meanwhile: check `honed drafters`, then repeat.",
         429: "Too many changes at once: wait a moment.",
         500: "See `journalctl -u honed` for the cause.",
-        503: "The daemon is starting or stopping: try again in a moment.",
     }
     cure = cure if cure and isinstance(cure, str) else cures.get(answer.status_code, "")
     return Refused(message, status=answer.status_code, problem=problem, cure=cure)

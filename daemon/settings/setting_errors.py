@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from honed.daemon.settings import variables
+from honed.daemon.settings.plain_errors import sentence
 from honed.daemon.settings.sections import Section
 
 Location = tuple[int | str, ...]
@@ -52,8 +53,8 @@ def explain(error: ValidationError, given: Given, model: type[BaseModel]) -> lis
 def _sentence(one: dict[str, Any], given: Given, model: type[BaseModel]) -> str:
     location: Location = one["loc"]
     key = ".".join(str(part) for part in location if isinstance(part, str))
-    text = str(one["msg"]).removeprefix("Value error, ").replace("a valid tuple", "a list")
-    place, name = given.source(location)
+    text = sentence(one)
+    place, name = given.source(tuple(part for part in location if isinstance(part, str)))
     if one["type"] == "extra_forbidden":
         return _unknown(key, place, name, model)
     found, allowed = _find(model, key)

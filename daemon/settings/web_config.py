@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import os
 import ssl
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import bcrypt
 import structlog
@@ -20,6 +21,7 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from honed.daemon.errors import StartError
+from honed.daemon.settings.plain_errors import sentence
 
 log = structlog.get_logger("honed.http")
 
@@ -170,14 +172,22 @@ def _load(path: Path) -> tuple[WebConfig, ssl.SSLContext | None]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise StartError(f"{where} isn't YAML: {error}") from error
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, one['loc'])) or 'it'}: {one['msg']}" for one in error.errors())
-        raise StartError(f"{where}: {faults}") from error
+        raise StartError(f"{where}: {'; '.join(map(_fault, error.errors()))}") from error
     if found.tls_server_config is None:
         return found, None
     try:
         return found, found.tls_server_config.context(path.parent)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise StartError(f"{where}: the certificate, its key or the clients' authority can't be used: {error}") from error
+
+
+def _fault(error: Mapping[str, Any]) -> str:
+    """One of pydantic's errors, as a sentence with the full name of what it's about."""
+    names = list(map(str, error["loc"]))
+    parts: dict[str, type[_Part]] = {"tls_server_config": Tls, "http_server_config": Http}
+    kind = parts.get(names[0], WebConfig) if names[1:] else WebConfig
+    colon = ":" if error["type"] == "value_error" else ""
+    return f"{'.'.join(names) or 'the file'}{colon} {sentence(error, list(kind.model_fields))}"
 
 
 def _stamp_of(path: Path) -> tuple[int, ...]:

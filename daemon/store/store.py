@@ -173,7 +173,7 @@ class Store:
         future: Future[T] = Future()
         with self._changed:
             if self._is_closing:
-                future.set_exception(StoreError("the store is closed"))
+                future.set_exception(StoreError("the store is closed", cure="The daemon is stopping: try again in a moment."))
                 return future
             self._jobs.append(_Job(job, future, state))
             self._changed.notify_all()

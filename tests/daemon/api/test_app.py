@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from typing import Any
@@ -155,6 +156,39 @@ def test_errors_are_problem_documents(
     assert document["status"] == status
     assert document["title"]
     assert document["detail"]
+
+
+@pytest.mark.fault("a library's own words about a wrong value")
+@pytest.mark.parametrize(
+    ("path", "body", "says", "cure"),
+    [
+        ("overrides/draft_tokens", {"value": 3, "ttl_s": 60 * 86400}, "ttl_s must be at most 2_592_000", ""),
+        ("overrides/draft_tokens", {"value": 3, "ttl_s": 0}, "ttl_s must be above 0", ""),
+        ("overrides/draft_tokens", {"value": True, "ttl_s": 1}, "value must be a whole number or a number or a text", ""),
+        ("overrides/draft_tokens", {"value": "x" * 201, "ttl_s": 1}, "value must have at most 200 characters", ""),
+        ("overrides/draft_tokens", {"value": 3}, "ttl_s is missing", "It takes reason, value, ttl_s."),
+        ("overrides/draft_tokens", [], "the body must be a group of keys with values", "It takes reason, value, ttl_s."),
+        (
+            "recalibrations",
+            {"max_secondz": 1},
+            "max_secondz is unknown; did you mean max_seconds?",
+            "It takes reason, engine_id",
+        ),
+        ("recalibrations", {"scope": "all"}, "scope must be '', 'kv-frozen' or 'full'", ""),
+        ("recalibrations", {"dry_run": 1}, "dry_run must be true or false", ""),
+        ("recalibrations", {"workloads": ["a", 1]}, "workloads.1 must be a text", ""),
+        ("recalibrations", b"{", "the body isn't JSON (", "It takes reason, engine_id"),
+        ("drafters:rollback", {"reason": 5}, "reason must be a text", ""),
+        ("drafters:rollback", {"raison": "x"}, "raison is unknown; did you mean reason?", "It takes reason, dry_run."),
+        ("drafters/x:promote", {"force": "yes"}, "force must be true or false", ""),
+    ],
+)
+def test_a_wrong_value_is_one_plain_sentence(client: TestClient, path: str, body: Any, says: str, cure: str) -> None:
+    method, content = "PUT" if "overrides" in path else "POST", body if isinstance(body, bytes) else json.dumps(body)
+    answer = client.request(method, f"/v1/{path}", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 422
+    assert answer.json()["detail"].startswith(says)
+    assert (answer.json()["cure"] or "-").startswith(cure or "-")
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,14 @@ def test_a_server_that_is_not_honeds_admin_api_is_told_from_one_that_is(path: Pa
     assert "--url" in caught.value.cure
 
 
+@pytest.mark.fault("a full disk that is called a start")
+def test_storage_that_refuses_is_not_called_a_start(path: Path) -> None:
+    problem = {"title": "Storage unavailable", "detail": "Read-only file system"}
+    with serving(path, lambda *_: (503, problem)), AdminClient(path) as client, pytest.raises(Refused) as caught:
+        client.post("/v1/drafters:rollback")
+    assert caught.value.cure == ""
+
+
 def test_a_refusal_without_a_problem_document_still_says_what(path: Path) -> None:
     with serving(path, lambda *_: (503, "busy")), AdminClient(path) as client, pytest.raises(Refused, match="Service"):
         client.get("/v1/status")

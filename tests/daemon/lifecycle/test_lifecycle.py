@@ -700,6 +700,7 @@ def test_with_nothing_whole_to_go_back_to_the_reasons_are_given(stage: Stage) ->
 
 
 @pytest.mark.fault("an alias of a version that was removed")
+@pytest.mark.fault("a full disk that is called a start")
 def test_a_registry_that_cannot_be_written_is_storage_that_is_unavailable(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -711,6 +712,7 @@ def test_a_registry_that_cannot_be_written_is_storage_that_is_unavailable(
     monkeypatch.setattr("honed.recalib.registry.registry.replace_file", refuse)
     answer = stage.client.post("/v1/drafters:rollback")
     assert (answer.status_code, answer.json()["title"]) == (503, "Storage unavailable")
+    assert "disk" in answer.json()["cure"]
 
 
 def test_what_is_damaged_is_not_promoted(stage: Stage) -> None:

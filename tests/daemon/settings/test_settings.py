@@ -222,6 +222,32 @@ def test_variables_are_texts_of_any_case() -> None:
     assert settings.controller_settings().table == ((4, 5),)
 
 
+@pytest.mark.fault("a library's own words about a wrong value")
+@pytest.mark.parametrize(
+    ("toml", "says"),
+    [
+        ("store = 5", "setting 'store' is 5: must be a group of keys with values (from settings file"),
+        ("store.max_raw_bytes = 1.5", "must be a whole number, at least 0 (from settings file"),
+        ("store.synchronous = 'X'", "'store.synchronous' is 'X': must be 'FULL' or 'EXTRA' ("),
+        ("events.log_token_ids = 'maybe'", "must be true or false ("),
+        ("http.read_token_file = 5", "must be a path ("),
+        (
+            "controller.captured_lengths = [1.5]",
+            "'controller.captured_lengths' is 1.5: must be a whole number, from 0 to",
+        ),
+        ("controller.table = [[1]]", "'controller.table' is [1]: has too few items ("),
+        ("trainer.yields_to = 'x'", "'trainer.yields_to' is 'x': must be a list ("),
+    ],
+)
+def test_a_wrong_value_is_one_plain_sentence(tmp_path: Path, toml: str, says: str) -> None:
+    path = tmp_path / "honed.toml"
+    path.write_text(toml)
+    with pytest.raises(SettingsError) as caught:
+        load(path, env={})
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_file_that_is_no_toml_is_named(tmp_path: Path) -> None:
     path = tmp_path / "honed.toml"
     path.write_text("[store\n")
