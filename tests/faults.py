@@ -116,6 +116,7 @@ FAULTS = (
     "values of another kind taken as settings",
     "a misspelt place to share that becomes a local folder",
     "a library's own words about a wrong value",
+    "lines split where none ends",
     "a full disk that is called a start",
     "an export that replaces what isn't its file",
     "a user without a home folder",

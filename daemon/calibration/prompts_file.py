@@ -65,7 +65,8 @@ def read_prompts(path: Path, limit: int = 0) -> list[Prompt]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptsError(f"{path} can't be read: {error}", cure="Name a text file with prompts.") from error
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    # Not splitlines(): it also splits at U+2028 and others, which JSON's texts may hold as they are.
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise PromptsError(f"{path} has no prompts")
     is_json = lines[0][1].lstrip().startswith("{")

@@ -113,7 +113,8 @@ def _ids(status: str, name: str) -> list[int]:
 def _mapped(folder: Path, root: Path) -> Path | None:
     """Site-packages of its loaded libraries, which doesn't depend on the program's name."""
     with contextlib.suppress(OSError):
-        lines = (folder / "maps").read_text().splitlines()
+        # Names may hold other line ends, and any bytes.
+        lines = (folder / "maps").read_text(errors="surrogateescape").split("\n")
         paths = (path for _, slash, path in (line.partition("/") for line in lines) if slash)
         sites = dict.fromkeys(f"/{path.rpartition(MARK)[0]}{MARK}" for path in paths if MARK in path)
         for site in map(Path, sites):

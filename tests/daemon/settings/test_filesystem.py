@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,14 @@ def test_the_longest_mount_point_counts(tmp_path: Path, path: str, kind: str) ->
     mounts = tmp_path / "mountinfo"
     mounts.write_text(MOUNTINFO)
     assert filesystem_of(Path(path), mounts) == kind
+
+
+@pytest.mark.fault("lines split where none ends")
+@pytest.mark.parametrize("name", [b"/srv/a\x0cb", b"/srv/a\xe2\x80\xa8b", b"/srv/a\xffb"])
+def test_a_mount_point_may_have_any_name(tmp_path: Path, name: bytes) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_bytes(MOUNTINFO.encode() + b"30 27 0:27 / %b rw - zfs pool rw\n" % name)
+    assert filesystem_of(Path(os.fsdecode(name)), mounts) == "zfs"
 
 
 def test_a_folder_in_memory_is_one_that_is_there(tmp_path: Path) -> None:
