@@ -119,6 +119,8 @@ FAULTS = (
     "lines split where none ends",
     "a full disk that is called a start",
     "an export that replaces what isn't its file",
+    "units removed from under a daemon that runs on",
+    "a prefix that breaks the units",
     "a user without a home folder",
     "a folder or a file of another user's",
     "a mask token outside the vocabulary",

@@ -21,6 +21,8 @@ from honed.daemon.install import units
 from honed.daemon.install.units import InstallError, Item, Place
 
 SERVICES = ("honed.service", "honed-trainer.service")
+TIMEOUT_S = 300.0
+"""Longest wait for a command. systemd stops the trainer, then the daemon, and waits up to TimeoutStopSec for each."""
 SAYS = {
     "new": ("+", "green", "new"),
     "same": ("=", "dim", "up to date"),
@@ -89,38 +91,45 @@ def install(
 def uninstall(apply: Apply = False, root: Root = Path("/"), as_json: JsonFlag = False) -> None:
     """Stop honed and remove its units. Settings, state and changed files stay and are listed."""
     place = _place(root, Path(sys.prefix), "-")
-    stopping = ["systemctl", "disable", "--now", *SERVICES]
+    services = [name for name in SERVICES if place.at(f"{units.UNIT_FOLDERS[0]}/{name}").exists()]
+    stopping = [["systemctl", "disable", "--now", *services]] if services else []
+    reload = ["systemctl", "daemon-reload"]
     try:
         items = units.plan_removal(place)
-        if apply and place.is_live and items:
-            _run([stopping])
+        if apply and place.has_systemd and items and (failed := _run(stopping)):
+            fail(failed, cure="Nothing was removed. Stop both services, then run `honed uninstall --apply` again.")
         deleted = units.remove(place, items) if apply else []
     except InstallError as error:
         fail(str(error), cure=error.cure.replace("honed install", "honed uninstall"))
-    if apply and place.is_live and deleted:
-        _run([["systemctl", "daemon-reload"]])
+    failed = _run([reload]) if place.has_systemd and deleted else ""
     left = ["/etc/honed", "/etc/credstore/honed-*", "/var/lib/honed", "/var/cache/honed", "/run/honed"]
     document: dict[str, Any] = {
         "applied": apply,
         "deleted": deleted,
         "files": [{"path": item.path, "state": "removed" if item.path in deleted else item.state} for item in items],
-        "commands": [" ".join(stopping), "systemctl daemon-reload"],
+        "commands": [" ".join(command) for command in (*stopping, reload)],
         "left": left,
     }
     if as_json:
         print_json(document)
-        return
+    else:
+        SafeConsole(soft_wrap=True).print(_removal_view(document, ran=apply and place.has_systemd, root=root))
+    if failed:
+        fail(failed, cure="The files are removed. Run `systemctl daemon-reload`.")
+
+
+def _removal_view(document: dict[str, Any], *, ran: bool, root: Path) -> RenderableType:
     lines: list[RenderableType] = [_line(file["path"], file["state"]) for file in document["files"]]
     lines = lines or [Text("honed has installed nothing here")]
-    if items:
-        verb = "ran" if apply and place.is_live else "to be run"
+    if document["files"]:
+        verb = "ran" if ran else "to be run"
         lines += ["", Text(f"{verb}: {'; '.join(document['commands'])}")]
         lines += ["", Text("Left in place (settings, drafters, log; `rm -r` what you don't want):")]
-        lines.append(Text("  " + "  ".join(left)))
+        lines.append(Text("  " + "  ".join(document["left"])))
         lines.append(Text("vLLM: remove honed's two flags and HONED_RUNTIME_DIR from its unit, at its next restart."))
         again = _again(["uninstall"], root=root)
-        lines += [] if apply else ["", Text(f"Nothing was changed. To do it: {again}", "bold")]
-    SafeConsole(soft_wrap=True).print(Group(*lines))
+        lines += [] if document["applied"] else ["", Text(f"Nothing was changed. To do it: {again}", "bold")]
+    return Group(*lines)
 
 
 def _place(root: Path, prefix: Path, vllm_unit: str) -> Place:
@@ -144,12 +153,12 @@ def _commands_after() -> list[list[str]]:
 
 
 def _next_steps(place: Place) -> list[str]:
-    prefix = "" if place.prefix == Path(sys.prefix) else f"{place.prefix}/bin/"
+    command = "honed" if place.prefix == Path(sys.prefix) else shlex.quote(f"{place.prefix}/bin/honed")
     return [
         "usermod -aG honed USER_THAT_RUNS_VLLM",
         "systemctl enable --now honed honed-trainer",
-        f"{prefix}honed vllm-args --format systemd    # into vLLM's unit; restart vLLM once",
-        f"{prefix}honed doctor",
+        f"{command} vllm-args --format systemd    # into vLLM's unit; restart vLLM once",
+        f"{command} doctor",
     ]
 
 
@@ -157,8 +166,10 @@ def _run(commands: list[list[str]]) -> str:
     """Run commands in order up to the first failure; return its message."""
     for command in commands:
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=_quiet())
-        except (OSError, subprocess.TimeoutExpired) as error:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=_quiet())
+        except subprocess.TimeoutExpired:
+            return f"`{' '.join(command)}` did not end within {TIMEOUT_S:g} s"
+        except OSError as error:
             return f"`{' '.join(command)}` could not be run: {error}"
         if done.returncode:
             return f"`{' '.join(command)}` ended with {done.returncode}: {done.stderr.strip()}"

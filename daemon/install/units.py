@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from shlex import quote
 from typing import Literal
 
 from honed.daemon.errors import HonedError
@@ -80,9 +81,14 @@ class Place:
         """True for the running system."""
         return self.root == Path("/")
 
+    @property
+    def has_systemd(self) -> bool:
+        """True for a running system that systemd has booted: sd_booted(3)."""
+        return self.is_live and self.at("/run/systemd/system").is_dir()
+
 
 def texts(place: Place) -> dict[str, tuple[str, bool]]:
-    """Path -> (content, whether the operator owns the file after its creation)."""
+    """Path -> (content, whether the operator owns the file after its creation). Raises InstallError."""
     units = "/etc/systemd/system"
     wanted = {
         "/etc/sysusers.d/honed.conf": ("honed.sysusers.conf", False),
@@ -94,12 +100,24 @@ def texts(place: Place) -> dict[str, tuple[str, bool]]:
     }
     command = f"{DEFAULT_PREFIX}/bin/honed"
     found = {
-        path: ((SOURCES / name).read_text().replace(command, f"{place.prefix}/bin/honed"), is_theirs)
+        path: ((SOURCES / name).read_text().replace(command, in_unit(place.prefix / "bin" / "honed")), is_theirs)
         for path, (name, is_theirs) in wanted.items()
     }
     for unit in dict.fromkeys([*filter(None, [place.vllm_unit]), *_units_with_drop_in(place)]):
         found[f"{units}/{unit}.d/honed.conf"] = (drop_in(unit, has_id=_has_engine_id(place, unit)), False)
     return found
+
+
+def in_unit(program: Path) -> str:
+    """A program's path as a unit's ExecStart= takes it. Raises InstallError for one that systemd doesn't start."""
+    text = str(program)
+    if any(sign in "\"'\\$" or not sign.isprintable() for sign in text):
+        cure = f"Install honed into a folder without such signs, such as {DEFAULT_PREFIX}, and give it as --prefix."
+        raise InstallError(
+            f"systemd starts no program with quotes, \\, $ or control characters in its path: {text!r}", cure=cure
+        )
+    text = text.replace("%", "%%")
+    return f'"{text}"' if " " in text else text
 
 
 def _units_with_drop_in(place: Place) -> list[str]:
@@ -233,11 +251,11 @@ def obstacles(place: Place) -> Iterator[str]:
     if is_hidden(place.prefix):
         yield f"{place.prefix} is hidden from the services (ProtectHome, PrivateTmp): install honed into {DEFAULT_PREFIX}"
     elif not place.at(str(command)).exists():
-        yield f"{command} does not exist: install honed there (`python3 -m venv {place.prefix}`), or give --prefix"
+        yield f"{command} does not exist: install honed there (`python3 -m venv {quote(str(place.prefix))}`), or give --prefix"
     elif closed := next((path for path in (*reversed(command.parents), command) if not _is_open(place, path)), None):
         yield (
             f"only root can use {closed}, so the user honed can't start {command} (a umask of 027 or 077 makes such folders): "
-            f"`chmod -R a+rX {place.prefix}`"
+            f"`chmod -R a+rX {quote(str(place.prefix))}`"
         )
     elif place.is_live and is_hidden(python):
         yield (

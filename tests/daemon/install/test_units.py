@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from honed.daemon.commands.install import SERVICES, TIMEOUT_S
 from honed.daemon.commands.main import app
 from honed.daemon.install import units
 from honed.daemon.install.units import RECORD, SOURCES, Place
@@ -226,6 +228,84 @@ def test_uninstall_takes_what_is_ours_and_leaves_what_is_not(run: Run, root: Pat
     assert not (root / DROP_IN).parent.exists()
     assert run("install", "--apply").exit_code == 4  # and can be put back, but for what was changed
     assert (root / UNIT).exists()
+
+
+@pytest.fixture
+def booted(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The root counts as the running system's; a `systemctl` that notes its calls, and fails where it is told to."""
+    (root / "run/systemd/system").mkdir(parents=True)
+    program = tmp_path / "bin" / "systemctl"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n[ "$1" != "$(cat {tmp_path}/refused)" ] || {{ echo no >&2; exit 1; }}\n'
+    )
+    program.chmod(0o755)
+    (tmp_path / "refused").write_text("")
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(Place, "is_live", True)
+    return tmp_path
+
+
+@pytest.mark.fault("units removed from under a daemon that runs on")
+def test_where_the_services_do_not_stop_nothing_is_removed(run: Run, root: Path, booted: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Place, "is_live", False)
+        run("install", "--apply")
+    (booted / "refused").write_text("disable")
+    before = files(root)
+    result = run("uninstall", "--apply")
+    assert result.exit_code == 1
+    assert "`systemctl disable --now honed.service honed-trainer.service` ended with 1: no" in result.stderr
+    assert "Nothing was removed" in result.stderr
+    assert files(root) == before
+    assert (booted / "calls").read_text().splitlines() == ["disable --now honed.service honed-trainer.service"]
+
+    (booted / "refused").write_text("daemon-reload")
+    result = run("uninstall", "--apply")
+    assert result.exit_code == 1
+    assert "Run `systemctl daemon-reload`" in result.stderr
+    assert not (root / UNIT).exists()
+
+    (booted / "calls").unlink()
+    assert run("uninstall", "--apply").exit_code == 0, "there are only settings now, and no service to stop"
+    assert not (booted / "calls").exists()
+
+
+def _waits(service: str) -> list[str]:
+    return re.findall(r"^Timeout(?:Stop|Abort)Sec=(\d+)$", (SOURCES / service).read_text(), re.MULTILINE)
+
+
+@pytest.mark.fault("units removed from under a daemon that runs on")
+def test_services_have_the_time_to_stop_that_their_units_give_them() -> None:
+    stop_s = [int(value) for name in SERVICES for value in _waits(name)]
+    assert len(stop_s) == 4
+    assert sum(stop_s) < TIMEOUT_S
+
+
+@pytest.mark.parametrize(
+    ("prefix", "command"),
+    [
+        ("/opt/honed", "/opt/honed/bin/honed"),
+        ("/opt/my env 50%", '"/opt/my env 50%%/bin/honed"'),
+        ("/opt/50%", "/opt/50%%/bin/honed"),
+        ("/opt/möhre", "/opt/möhre/bin/honed"),
+    ],
+)
+@pytest.mark.fault("a prefix that breaks the units")
+def test_a_prefix_is_written_as_systemd_reads_it(root: Path, prefix: str, command: str) -> None:
+    CliRunner().invoke(app, ["install", "--root", str(root), "--apply", "--prefix", prefix])
+    assert f"\nExecStart={command} serve\n" in (root / UNIT).read_text()
+    assert f"\nExecStart={command} train\n" in (root / TRAINER).read_text()
+
+
+@pytest.mark.fault("a prefix that breaks the units")
+@pytest.mark.parametrize("prefix", ['/opt/a"b', "/opt/a\\b", "/opt/$HOME", "/opt/a\nb", "/opt/a'b"])
+def test_a_prefix_that_systemd_cannot_start_is_refused(root: Path, prefix: str) -> None:
+    result = CliRunner().invoke(app, ["install", "--root", str(root), "--apply", "--prefix", prefix])
+    assert result.exit_code == 1
+    assert "systemd starts no program with quotes" in result.stderr
+    assert "such as /opt/honed" in result.stderr
+    assert not (root / UNIT).exists()
 
 
 def test_uninstall_where_nothing_is_installed_says_so(run: Run) -> None:
