@@ -1,4 +1,4 @@
-"""Everything that only a CUDA GPU can show: `make gpu`, and then `make gpu RESUME=1`, of at most nine minutes each.
+"""Everything that only a CUDA GPU can show: `make gpu`, and then `make gpu RESUME=1`, at most nine minutes each.
 
 Parts run in order of worth, each with a time limit. The result file is written every two seconds, with what the running part
 has written so far: a part that is cut off keeps what it showed, and so do the parts of earlier calls. If an engine fails to

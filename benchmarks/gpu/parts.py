@@ -110,6 +110,11 @@ def of_slices(found: Document) -> Document:
     return {"slice_ms": slices.get("slice_ms"), "switch_ms": slices.get("switch_ms"), "arms": arms, "kill": found.get("kill")}
 
 
+def of_tree_steps(found: Document) -> Document:
+    """Figures of `tree-steps`."""
+    return {name: found.get(name) for name in ("seconds_to_start", "steps", "pays", "gains")}
+
+
 STARTS = "engine-starts"
 """If this part fails, the others that need an engine are left out."""
 ZOO = (
@@ -123,7 +128,7 @@ PARTS = (
         "an engine with honed attached starts and answers",
         ("-m", "benchmarks.gpu.engine_starts"),
         ("-m", "benchmarks.gpu.engine_starts"),
-        120.0,
+        100.0,
         of_start,
     ),
     Part(
@@ -131,7 +136,7 @@ PARTS = (
         "recalibrate, gate, canary, swap, verify beside a running engine",
         ("-m", "benchmarks.gpu.whole_trainer"),
         ("-m", "benchmarks.gpu.whole_trainer", "--dry"),
-        330.0,
+        300.0,
         of_trainer,
         is_timed=False,
         needs_engine=True,
@@ -139,9 +144,9 @@ PARTS = (
     Part(
         "engine-tests",
         "tests of CUDA graphs, of V2 with async scheduling, of trees, and of EAGLE-3",
-        ("-m", "benchmarks.gpu.engine_tests", "--limit", "320"),
+        ("-m", "benchmarks.gpu.engine_tests", "--limit", "290"),
         ("-m", "benchmarks.gpu.engine_tests", "--dry"),
-        330.0,
+        300.0,
         of_tests,
         is_timed=False,
         needs_engine=True,
@@ -153,6 +158,15 @@ PARTS = (
         ("-m", "benchmarks.kernel_bench", "--device", "cpu", "--rounds", "1"),
         55.0,
         of_kernels,
+    ),
+    Part(
+        "tree-steps",
+        "what steps with draft trees cost at the size of Qwen3-8B",
+        ("-m", "benchmarks.gpu.tree_steps"),
+        ("-m", "benchmarks.gpu.tree_steps", "--shape", "small", "--batches", "1", "2", "--contexts", "64", "--turns", "2"),
+        200.0,
+        of_tree_steps,
+        needs_engine=True,
     ),
     Part(
         "kernel-tests",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import engine_tests, time_slices, whole_trainer
+from benchmarks.gpu import engine_tests, time_slices, tree_steps, whole_trainer
 from benchmarks.gpu.kept import Kept, in_ms
 from benchmarks.gpu.parts import PARTS, Part
 from benchmarks.server.client_load import Prompt, Reply
@@ -70,11 +70,11 @@ def test_only_parts_that_measure_no_time_run_at_once() -> None:
     assert [len(group) for group in command.groups(parts, False)] == [1] * 5
 
 
-def test_all_parts_fit_into_the_time_of_two_calls() -> None:
+def test_all_parts_fit_into_the_time_of_three_calls() -> None:
     limits, calls = [max(part.limit_s for part in group) for group in command.groups(list(PARTS), True)], [0.0]
     for limit_s in limits:
         calls = [*calls, limit_s] if calls[-1] + limit_s > command.MOST_S else [*calls[:-1], calls[-1] + limit_s]
-    assert len(calls) == 2
+    assert len(calls) == 3
     assert max(calls) <= command.MOST_S
     assert all(part.figures({}) is not None for part in PARTS), "a part that wrote nothing has figures all the same"
 
@@ -103,6 +103,12 @@ def test_an_answer_is_compared_with_the_beginning_of_the_reference() -> None:
     prompt = Prompt("s", "p")
     answers.check("x", [prompt] * 3, [Reply([1, 2]), Reply([1, 3]), Reply(error="HTTP 500")])
     assert answers.told() == {"compared": 2, "failed": 1, "differing": 1, "which": [{"stage": "x", "session": "s", "at": 1}]}
+
+
+def test_a_tree_has_to_emit_as_much_more_as_its_step_takes_longer() -> None:
+    seen = {"none": [10.0, 10.0], "chain": [11.0, 10.0], "63 nodes": [13.2, 13.0]}
+    assert tree_steps.break_even(seen) == {"63 nodes": {"over_chain": [1.25, 1.2, 1.3], "over_none": [1.31, 1.3, 1.32]}}
+    assert tree_steps.gains(seen) == {"63 nodes": [round(9.5 / 6.5 / 1.25, 3), round(10.7 / 7.8 / 1.25, 3)]}
 
 
 def test_slices_lie_between_gaps() -> None:
