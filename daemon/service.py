@@ -7,6 +7,7 @@ which have locks of their own. Its holder never waits for the writer, so the wri
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter
@@ -40,6 +41,7 @@ from honed.daemon.lifecycle.rollout import Rollout
 from honed.daemon.lifecycle.sharing import Sharing
 from honed.daemon.lifecycle.swaps import Swaps
 from honed.daemon.lifecycle.trial import Trial
+from honed.daemon.log_stream import LogStream
 from honed.daemon.settings.filesystem import filesystem_of
 from honed.daemon.settings.settings import Settings
 from honed.daemon.settings.web_config import WebConfigFile
@@ -72,10 +74,12 @@ class Service:
         settings: Settings,
         *,
         daemon_id: str,
+        log_stream: LogStream | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings, self.daemon_id, self.clock, self.monotonic = settings, daemon_id, clock, monotonic
+        self.log_stream = log_stream or LogStream(sys.stderr)
         self.lock = threading.RLock()
         self.started_unix_s = clock()
         self.started_s = monotonic()

@@ -81,6 +81,7 @@ FAULTS = (
     "headers and manifests without end",
     "engine names and reasons without end",
     "a daemon that may take all of the machine's memory",
+    "a log that can't be written",
     "an engine that doesn't answer its swap",
     "a pipe in place of a checkpoint",
     "a checkpoint read again at every hello",

@@ -185,6 +185,8 @@ class StatusView(BaseModel):
     acceptance: dict[str, Acceptance]
     events: dict[str, int | float]
     store: dict[str, int | float | str]
+    log: dict[str, int | float | str]
+    """Failed writes of the daemon's log."""
     operation: OperationView | None
     canary: dict[str, Any] | None
     """The running trial of a drafter version: serving version, evidence so far."""

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -113,9 +113,10 @@ def connect(context: typer.Context) -> Iterator[AdminClient]:
 def fail(message: str, *, cure: str = "", exit_code: int = 1) -> NoReturn:
     """Print what happened and what to do on stderr, and exit."""
     console = SafeConsole(stderr=True, soft_wrap=True)
-    console.print(Text.assemble(("honed: ", "red"), message))
-    if cure:
-        console.print(Text.assemble(("  → ", "dim"), cure))
+    with suppress(OSError):  # a full disk, or a pipe without a reader: the exit code still tells
+        console.print(Text.assemble(("honed: ", "red"), message))
+        if cure:
+            console.print(Text.assemble(("  → ", "dim"), cure))
     raise typer.Exit(exit_code)
 
 

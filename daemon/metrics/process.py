@@ -28,6 +28,7 @@ def families(service: Service) -> Iterator[Metric]:
     yield commit
     yield counter("honed_db_errors", "Errors of the database.", store.errors)
     yield gauge("honed_db_failing", "1 while the database refuses events or states.", float(store.is_failing))
+    yield counter("honed_log_errors", "Failed writes of the daemon's log.", service.log_stream.errors)
     yield from _disk(service.settings.paths.state_dir)
     requests = CounterMetricFamily("honed_admin_requests", "HTTP requests.", labels=["method", "route", "code"])
     for labels, value in sorted(service.requests.items()):

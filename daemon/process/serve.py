@@ -20,11 +20,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TextIO, cast
 
 import structlog
 
 from honed.adapt.protocol.folder_owner import why_untrusted
 from honed.daemon.errors import HonedError, SettingsError, StartError
+from honed.daemon.log_stream import LogStream
 from honed.daemon.process.http_server import HttpServer
 from honed.daemon.process.notify import Notifier
 from honed.daemon.process.supervise import supervise
@@ -51,20 +53,26 @@ def run(settings: Settings, stop: threading.Event | None = None) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: is_asked.set())
     try:
-        configure_logging()
+        log_stream = configure_logging()
         faulthandler.enable()  # the watchdog's SIGABRT leaves every thread's stack in the journal
         os.umask(0o027)
         prepare_threads()
         raise_file_limit()
         with ExitStack() as stack:
-            service, http = start_all(settings, stack)
+            service, http = start_all(settings, stack, log_stream)
             collect_seldom()
             code = supervise(service, is_asked, Notifier(), http.problems)
         log.info("stopped", exit_code=code)
         return code
     except HonedError as error:
+        return refuse(error)
+
+
+def refuse(error: HonedError) -> int:
+    """Say why the daemon can't start, if stderr can be written; returns the exit code."""
+    with suppress(OSError):
         print(f"honed: {error}", file=sys.stderr)
-        return EXIT_USAGE
+    return EXIT_USAGE
 
 
 def prepare_threads() -> None:
@@ -90,7 +98,7 @@ def start(settings: Settings, stack: ExitStack) -> Service:
     return start_all(settings, stack)[0]
 
 
-def start_all(settings: Settings, stack: ExitStack) -> tuple[Service, HttpServer]:
+def start_all(settings: Settings, stack: ExitStack, log_stream: LogStream | None = None) -> tuple[Service, HttpServer]:
     """Like `start`, but also return the HTTP server."""
     paths = settings.paths
     make_folder(paths.state_dir, 0o750)
@@ -99,7 +107,7 @@ def start_all(settings: Settings, stack: ExitStack) -> tuple[Service, HttpServer
     for folder in (paths.state_dir, paths.runtime_dir):
         stack.enter_context(locked(folder / "lock"))
     try:
-        service = Service(settings, daemon_id=secrets.token_hex(8))
+        service = Service(settings, daemon_id=secrets.token_hex(8), log_stream=log_stream)
     except (OSError, ValueError) as error:
         raise StartError(str(error)) from error
     stack.callback(service.stop)
@@ -192,11 +200,12 @@ def _honed_process(number: bytes) -> int:
         return 0
 
 
-def configure_logging() -> None:
-    """Log JSON lines to stderr, for the journal. Raises SettingsError for an unknown HONED_LOG_LEVEL."""
+def configure_logging() -> LogStream:
+    """Log JSON lines to stderr, for the journal; returns its stream. Raises SettingsError for an unknown HONED_LOG_LEVEL."""
     level = os.environ.get("HONED_LOG_LEVEL", "info").lower()
     if level not in LOG_LEVELS:
         raise SettingsError(f"HONED_LOG_LEVEL={level!r}: use one of {', '.join(LOG_LEVELS)}")
+    stream = LogStream(sys.stderr)
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -205,9 +214,10 @@ def configure_logging() -> None:
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, stream)),
         cache_logger_on_first_use=False,
     )
+    return stream
 
 
 def main() -> int:
@@ -215,8 +225,7 @@ def main() -> int:
     try:
         settings = load()
     except SettingsError as error:
-        print(f"honed: {error}", file=sys.stderr)
-        return EXIT_USAGE
+        return refuse(error)
     return run(settings)
 
 

@@ -54,6 +54,11 @@ def _of_daemon(status: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("error", f"the daemon: {problem}")
     if problem := status.get("web_config_problem"):
         yield Finding("warning", f"the metrics' listener keeps the last web config that it could use: {problem}")
+    log = status.get("log") or {}
+    if (errors := log.get("errors")) and _was_lately(log.get("error_age_s")):
+        text = f"the daemon's log could not be written {errors:,} times (last: {log.get('last_error')})"
+        cure = "Make room on the disk that stderr goes to. If it goes to a pipe whose reader has ended, restart the daemon."
+        yield Finding("warning", text, cure)
     runtime = status.get("runtime") or {}
     if (filesystem := runtime.get("filesystem")) and filesystem not in IN_MEMORY and _may_capture(status):
         place = f"the runtime directory {runtime.get('dir')} is on {filesystem}, not on a tmpfs"

@@ -86,6 +86,11 @@ def status(service: Service) -> dict[str, Any]:
                 "last_error": service.store.last_error,
                 "error_age_s": age_s(service.store.failed_at_s, now_s),
             },
+            "log": {
+                "errors": service.log_stream.errors,
+                "last_error": service.log_stream.last_error,
+                "error_age_s": age_s(service.log_stream.failed_at_s, now_s),
+            },
             "operation": operation.view() if operation is not None else None,
             "canary": trial.view() if (trial := service.rollout.trial) is not None else None,
             "drift_alarms": service.recalibrations.alarms.view(now_s),

@@ -132,13 +132,13 @@ class DaemonProcess:
         self.process: subprocess.Popen[str] | None = None
         self._engines: list[FakeEngine] = []
 
-    def start(self) -> None:
-        self.process = self.spawn()
+    def start(self, stderr: int = subprocess.PIPE) -> None:
+        self.process = self.spawn(stderr=stderr)
         wait_for(self.answers, "the daemon's answer")
 
-    def spawn(self, *arguments: str) -> subprocess.Popen[str]:
+    def spawn(self, *arguments: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "honed.daemon.process.serve", *arguments]
-        return subprocess.Popen(command, env=self.env, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, env=self.env, stderr=stderr, text=True)
 
     def answers(self) -> bool:
         try:
@@ -168,9 +168,9 @@ class DaemonProcess:
         assert self.process is not None
         self.process.send_signal(number)
         code = self.process.wait(60)
-        assert self.process.stderr is not None
-        self.said = self.process.stderr.read()
-        self.process.stderr.close()
+        if self.process.stderr is not None:
+            self.said = self.process.stderr.read()
+            self.process.stderr.close()
         self.process = None
         return code
 

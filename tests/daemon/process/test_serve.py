@@ -23,6 +23,7 @@ from honed.daemon.process import serve
 from honed.daemon.process.http_server import bind_tcp
 from honed.daemon.process.serve import locked, make_engines_folder, make_folder
 from honed.daemon.store.database import connect
+from honed.daemon.views.findings import findings
 from tests.daemon.conftest import DaemonProcess, wait_for
 
 
@@ -212,6 +213,68 @@ def test_the_log_is_json_and_holds_no_events(daemon: DaemonProcess) -> None:
     daemon.process = None
     assert {json.loads(line)["event"] for line in lines} >= {"serving", "engine says hello", "stopping"}
     assert json.loads(lines[-1])["event"] == "stopped", "so that nobody wonders whether it was killed on the way"
+
+
+def failing_stderr(how: str) -> int:
+    """A descriptor whose writes fail: a device that is always full, or a pipe whose reader has ended."""
+    if how == "full":
+        return os.open("/dev/full", os.O_WRONLY)
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.fault("a log that can't be written")
+@pytest.mark.parametrize("how", ["full", "broken"])
+def test_a_daemon_whose_log_cannot_be_written_serves_and_says_so(daemon: DaemonProcess, how: str) -> None:
+    stderr = failing_stderr(how)
+    daemon.start(stderr=stderr)
+    os.close(stderr)
+    engine = daemon.engine()
+    engine.hello()
+    engine.send(engine.batch(1))
+    engine.wait_acked(1)
+    with daemon.http() as client:
+        assert client.put("/v1/overrides/draft_tokens", json={"value": 1, "ttl_s": 60}).is_success
+        status = client.get("/v1/status").json()
+        assert "honed_log_errors_total" in client.get("/metrics").text
+    why = os.strerror(errno.ENOSPC if how == "full" else errno.EPIPE)
+    assert (status["state"], status["log"]["errors"] > 0) == ("ok", True)
+    assert any("log could not be written" in one.text and why in one.text for one in findings(status))
+    assert daemon.end(signal.SIGTERM) == 0
+
+
+@pytest.mark.fault("a log that can't be written")
+def test_a_trainer_whose_log_cannot_be_written_works(daemon: DaemonProcess) -> None:
+    daemon.start()
+    stderr = failing_stderr("full")
+    command = [sys.executable, "-m", "honed.daemon.commands.main", "train"]
+    trainer = subprocess.Popen(command, env=daemon.env, stderr=stderr)
+    os.close(stderr)
+
+    def is_connected() -> bool:
+        assert trainer.poll() is None
+        with daemon.http() as client:
+            return client.get("/v1/status").json()["trainer"] is not None
+
+    try:
+        wait_for(is_connected, "the trainer")
+        trainer.terminate()
+        assert trainer.wait(60) == 0
+    finally:
+        trainer.kill()
+        trainer.wait()
+
+
+@pytest.mark.fault("a log that can't be written")
+@pytest.mark.parametrize("command", ["serve", "train"])
+@pytest.mark.parametrize("how", ["full", "broken"])
+def test_the_exit_code_says_that_a_start_failed_though_nothing_else_can(daemon: DaemonProcess, command: str, how: str) -> None:
+    stderr = failing_stderr(how)
+    words = [sys.executable, "-m", "honed.daemon.commands.main", command]
+    environment = daemon.env | {"HONED_STORE__MAX_RAW_BITES": "1"}
+    assert subprocess.run(words, env=environment, stderr=stderr, timeout=60, check=False).returncode == 2
+    os.close(stderr)
 
 
 def test_what_is_known_of_a_boot_survives_a_restart(daemon: DaemonProcess) -> None:

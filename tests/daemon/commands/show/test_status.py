@@ -94,6 +94,11 @@ def test_a_healthy_service_has_nothing_to_report() -> None:
         (changed(events={"rejected_frames": 2, "rejected_age_s": 5.0}), "warning", "2 frames"),
         (changed(events={"lag_s": LAG_S + 1, "batch_age_s": 5.0}), "warning", "6.0 s old"),
         (changed(store={"errors": 4, "last_error": "disk is full", "error_age_s": 5.0}), "error", "disk is full"),
+        (
+            changed(log={"errors": 2, "last_error": "disk is full", "error_age_s": 5.0}),
+            "warning",
+            "log could not be written 2 times",
+        ),
         (engine(connected=False), "error", "engine-0 is not connected"),
         (engine(policy={"fallback": "stale_policy"}), "warning", "no message from the daemon for too long"),
         (engine(policy={"fallback": "error"}), "error", "caught an error"),
