@@ -82,6 +82,7 @@ FAULTS = (
     "engine names and reasons without end",
     "a daemon that may take all of the machine's memory",
     "a log that can't be written",
+    "a first start on a full disk",
     "an engine that doesn't answer its swap",
     "a pipe in place of a checkpoint",
     "a checkpoint read again at every hello",

@@ -184,8 +184,9 @@ def locked(path: Path) -> Iterator[None]:
                 f"{text}, or give this one its own folders with --state-dir and --runtime-dir, or HONED_STATE_DIR and "
                 "HONED_RUNTIME_DIR"
             ) from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # a full disk: the number only helps whoever finds the lock held
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)

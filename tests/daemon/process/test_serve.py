@@ -25,6 +25,7 @@ from honed.daemon.process.serve import locked, make_engines_folder, make_folder
 from honed.daemon.store.database import connect
 from honed.daemon.views.findings import findings
 from tests.daemon.conftest import DaemonProcess, wait_for
+from tests.full_tmpfs import run_on_tmpfs
 
 
 def refused(daemon: DaemonProcess) -> str:
@@ -91,6 +92,33 @@ def test_a_database_that_another_program_writes_to_is_refused_with_what_to_do(da
     said = refused(daemon)
     assert f"another program is writing to it (`fuser {daemon.state_dir / 'honed.db'}` names it)" in said
     other.close()
+
+
+FIRST_START = """
+import sys
+from pathlib import Path
+from honed.daemon.process.serve import run
+from honed.daemon.settings.settings import load
+folder, runtime_dir = map(Path, sys.argv[1:])
+(folder / "state").mkdir()
+try:
+    (folder / "ballast").write_bytes(bytes(1 << 21))
+except OSError as error:
+    assert error.errno == 28
+settings = load(None, {"paths": {"state_dir": folder / "state", "runtime_dir": runtime_dir}, "http": {"metrics_listen": ""}})
+print("code", run(settings))
+"""
+
+
+@pytest.mark.fault("a first start on a full disk")
+def test_a_first_start_on_a_full_disk_is_one_clear_line(folder: Path) -> None:
+    # The number of its process, which the lock's file names for the next, ended it with a traceback.
+    (folder / "disk").mkdir()
+    said = run_on_tmpfs(folder / "disk", "1m", FIRST_START, str(folder / "disk"), str(folder / "run"))
+    first, last = said.splitlines()
+    assert first.startswith(f"honed: database {folder / 'disk' / 'state' / 'honed.db'}: ")
+    assert "full" in first
+    assert last == "code 2"
 
 
 def test_a_port_in_use_is_one_clear_line(daemon: DaemonProcess) -> None:
