@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+EXIT_CONFIG = 78
+"""Exit code of both services for wrong settings (EX_CONFIG of sysexits.h); the units don't start them again after it."""
 START_TRAINER = "Start one: `systemctl start honed-trainer`, or `honed train`."
 """Cure if no trainer is connected."""
 

@@ -83,6 +83,8 @@ FAULTS = (
     "a daemon that may take all of the machine's memory",
     "a log that can't be written",
     "a first start on a full disk",
+    "wrong settings that restart for ever",
+    "a mistyped device that training is said to run on",
     "an engine that doesn't answer its swap",
     "a pipe in place of a checkpoint",
     "a checkpoint read again at every hello",

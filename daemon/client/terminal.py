@@ -2,7 +2,7 @@
 
 `connect` is the boundary: every failure between a command and the daemon ends here. It prints one line that says what
 happened and one that says what to do. Exit codes: 0 done, 1 failed, 2 usage or configuration, 3 daemon unreachable,
-4 warnings (`status --check` only).
+4 warnings (`status --check` only), 78 wrong settings of `honed serve` and `honed train`.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def socket_of(paths: PathSettings) -> Path:
     return own
 
 
-def load_settings(config: Path | None, **paths: Path | None) -> Settings:
-    """The daemon's settings; ends the process with the errors if they are invalid. Paths of None are ignored."""
+def load_settings(config: Path | None, *, exit_code: int = EXIT_USAGE, **paths: Path | None) -> Settings:
+    """The daemon's settings. Paths of None are ignored. Wrong ones end the process, with the errors and this exit code."""
     from honed.daemon.errors import SettingsError
     from honed.daemon.settings.settings import load
 
@@ -96,7 +96,7 @@ def load_settings(config: Path | None, **paths: Path | None) -> Settings:
     try:
         return load(config, {"paths": given} if given else None)
     except SettingsError as error:
-        fail(str(error), exit_code=EXIT_USAGE)
+        fail(str(error), exit_code=exit_code)
 
 
 @contextmanager

@@ -44,7 +44,7 @@ from honed.daemon.commands.show import cells
 from honed.daemon.commands.show import config as show_config
 from honed.daemon.commands.show import status as show
 from honed.daemon.commands.show.explain import explain as explain_engine
-from honed.daemon.errors import HonedError
+from honed.daemon.errors import EXIT_CONFIG, HonedError, SettingsError
 from honed.daemon.views.findings import findings
 
 HELP = "Keeps a vLLM server's drafter up to date: logs, tunes, retrains and hot-swaps while it serves."
@@ -105,7 +105,7 @@ def serve(
     """Run the daemon in the foreground."""
     # Before numpy is imported. Its fits are small, and BLAS threads wait for each other when cores are busy.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    settings = load_settings(context.obj.config, runtime_dir=runtime_dir, state_dir=state_dir)
+    settings = load_settings(context.obj.config, exit_code=EXIT_CONFIG, runtime_dir=runtime_dir, state_dir=state_dir)
     from honed.daemon.process.serve import run
 
     raise typer.Exit(run(settings) or 0)
@@ -118,14 +118,7 @@ def train(
     state_dir: Annotated[Path | None, typer.Option(help="Folder of the drafters.")] = None,
 ) -> None:
     """Run the trainer in the foreground. It trains when the daemon asks and the engine is idle."""
-    settings = load_settings(context.obj.config, runtime_dir=runtime_dir, state_dir=state_dir)
-    try:
-        from honed.recalib.process.trainer import check_device, run
-        from honed.recalib.registry.manifest import RegistryError
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        fail("the trainer needs PyTorch", cure="pip install '/path/to/honed[train]'", exit_code=EXIT_USAGE)
+    settings = load_settings(context.obj.config, exit_code=EXIT_CONFIG, runtime_dir=runtime_dir, state_dir=state_dir)
     from honed.daemon.process.notify import Heartbeat, Notifier
     from honed.daemon.process.serve import configure_logging
     from honed.recalib.registry.access import check_owner
@@ -134,9 +127,23 @@ def train(
         configure_logging()
         check_owner(settings.paths.runtime_dir)
         check_owner(settings.paths.state_dir)
-        check_device(settings.trainer_settings().device)
+    except SettingsError as error:
+        fail(str(error), exit_code=EXIT_CONFIG)
     except ValueError as error:
         fail(str(error), exit_code=EXIT_USAGE)
+    try:
+        from honed.recalib.process.trainer import check_device, run
+        from honed.recalib.registry.manifest import RegistryError
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        fail("the trainer needs PyTorch", cure="pip install '/path/to/honed[train]'", exit_code=EXIT_CONFIG)
+    try:
+        check_device(settings.trainer_settings().device)
+    except ValueError as error:
+        fail(str(error), exit_code=EXIT_CONFIG)
+    except RuntimeError as error:
+        fail(str(error))
     heart = Heartbeat(Notifier())
     try:
         run(

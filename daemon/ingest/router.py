@@ -26,7 +26,7 @@ from typing import Any
 import structlog
 
 from honed.adapt.protocol import wire
-from honed.daemon.errors import StartError
+from honed.daemon.errors import SettingsError, StartError
 from honed.daemon.ingest.zmtp import GREETING, READY, Zmtp, ZmtpError, frame
 from honed.recalib.registry.access import User
 
@@ -65,9 +65,14 @@ def most_connections() -> int:
 
 
 def bind_unix(path: Path) -> socket.socket:
-    """Listen on a socket file for owner and group. The caller holds the folder's lock, so an existing file is stale."""
+    """Listen on a socket file for owner and group. The caller holds the folder's lock, so an existing file is stale.
+
+    Raises:
+        SettingsError: the path is too long.
+        StartError: the system refuses it.
+    """
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
-        raise StartError(f"socket path {path} is longer than {MAX_SOCKET_PATH} bytes; use a shorter runtime_dir")
+        raise SettingsError(f"socket path {path} is longer than {MAX_SOCKET_PATH} bytes; use a shorter runtime_dir")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """The daemon's process: start in order, wait for a signal, stop in order.
 
 Order of the start: folders, lock, database, registry, sockets, HTTP; then READY is sent to systemd. A failure on the way
-gives one clear line on stderr and exit code 2.
+gives one clear line on stderr and exit code 2, or 78 for wrong settings.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TextIO, cast
 import structlog
 
 from honed.adapt.protocol.folder_owner import why_untrusted
-from honed.daemon.errors import HonedError, SettingsError, StartError
+from honed.daemon.errors import EXIT_CONFIG, HonedError, SettingsError, StartError
 from honed.daemon.log_stream import LogStream
 from honed.daemon.process.http_server import HttpServer
 from honed.daemon.process.notify import Notifier
@@ -72,7 +72,7 @@ def refuse(error: HonedError) -> int:
     """Say why the daemon can't start, if stderr can be written; returns the exit code."""
     with suppress(OSError):
         print(f"honed: {error}", file=sys.stderr)
-    return EXIT_USAGE
+    return EXIT_CONFIG if isinstance(error, SettingsError) else EXIT_USAGE
 
 
 def prepare_threads() -> None:

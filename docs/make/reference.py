@@ -230,7 +230,8 @@ def _commands() -> Iterator[str]:
 
     root = typer.main.get_command(app)
     yield "## Commands\n"
-    yield "Exit codes: 0 done, 1 failed or not found, 2 wrong usage or settings, 3 no daemon answers."
+    yield "Exit codes: 0 done, 1 failed or not found, 2 wrong usage or settings, 3 no daemon answers,"
+    yield "78 wrong settings of `serve` and `train`, after which their units don't start them again."
     yield "`status --check`, `doctor` and `install` end with 4 when there are only warnings.\n"
     yield "Every command takes these options, before its name, or after it unless it has an option of the same name:\n"
     yield from _options(root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
@@ -12,6 +13,7 @@ from honed.recalib.config.training import MAX_DENOISING_STEPS, Loss, MaskSchedul
 When: TypeAlias = Literal["idle", "spare", "always"]
 SPARE_UNIT_S = 0.005
 """Longest time of a unit that may run beside requests."""
+_DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?")
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,8 @@ class TrainerSettings(SampleSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not _DEVICE.fullmatch(self.device):
+            raise ValueError(f"device is {self.device!r}: use auto, cpu, cuda, or cuda:N with a GPU's number, as in cuda:0")
         if not self.blends:
             raise ValueError("blends is empty: at least one candidate must be judged, for example [1.0]")
 

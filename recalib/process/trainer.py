@@ -320,17 +320,21 @@ def _with_progress(status: wire.TrainerStatus, operation: Recalibration) -> wire
 
 
 def check_device(device: str) -> None:
-    """Raise ValueError, with the cure, if torch can't use the device."""
-    if device == AUTO:
+    """Check that torch can use the device.
+
+    Raises:
+        ValueError: it never can: the setting or the installation is wrong.
+        RuntimeError: it can't now, as before the driver is loaded.
+    """
+    if device == AUTO or torch.device(device).type != "cuda":
         return
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise ValueError(f"trainer.device = {device!r} is no device: use auto, cpu, cuda or cuda:N") from error
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"trainer.device = {device!r}, but this PyTorch sees no GPU: use cpu, or install its CUDA build")
-    if kind == "cuda" and (torch.device(device).index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"trainer.device = {device!r}, but PyTorch sees cuda:0 … cuda:{torch.cuda.device_count() - 1} only")
+    wanted = f"trainer.device = {device!r}"
+    if not torch.cuda.is_available():
+        if torch.version.cuda is None and torch.version.hip is None:
+            raise ValueError(f"{wanted}, but this PyTorch is built for the CPU: use cpu, or install its CUDA build")
+        raise RuntimeError(f"{wanted}, but PyTorch sees no GPU: see that its driver is loaded (`nvidia-smi`), or use cpu")
+    if (torch.device(device).index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"{wanted}, but PyTorch sees cuda:0 … cuda:{torch.cuda.device_count() - 1} only")
 
 
 def contexts_of(registry: Registry) -> Callable[[str], str]:
@@ -385,7 +389,7 @@ def run(
 
     Raises:
         RegistryError: the registry, or another part of the state folder, can't be opened.
-        ValueError: the device doesn't exist.
+        ValueError, RuntimeError: the device can't be used.
     """
     stand_back(settings)
     check_device(settings.device)

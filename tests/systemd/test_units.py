@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from honed.attach.engine import environment
+from honed.daemon.errors import EXIT_CONFIG
 from honed.daemon.install import vllm_args
 from honed.daemon.process.serve import OPEN_FILES
 from honed.daemon.settings.settings import Settings, load
@@ -47,6 +48,14 @@ def env_file(uncomment: bool = False) -> dict[str, str]:
     text = (FOLDER / "honed.env").read_text()
     lines = re.sub(r"^#(?=HONED_)", "", text, flags=re.MULTILINE) if uncomment else text
     return dict(line.split("=", 1) for line in lines.splitlines() if line and not line.startswith("#"))
+
+
+@pytest.mark.fault("wrong settings that restart for ever")
+@pytest.mark.parametrize("name", UNITS)
+def test_a_service_starts_again_after_any_failure_but_wrong_settings(name: str) -> None:
+    found = directives(name)
+    assert found["Service.Restart"] == ["on-failure"]
+    assert found["Service.RestartPreventExitStatus"] == [str(EXIT_CONFIG)]
 
 
 @pytest.fixture

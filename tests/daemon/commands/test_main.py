@@ -111,13 +111,40 @@ def test_without_a_daemon_each_command_says_so_and_ends_with_3(run: Run, command
     assert "Traceback" not in result.output
 
 
-def test_a_typo_in_the_settings_ends_with_2_and_names_the_key(run: Run, tmp_path: Path) -> None:
+@pytest.mark.fault("wrong settings that restart for ever")
+def test_a_typo_in_the_settings_names_the_key_and_ends_with_2_or_a_service_with_78(run: Run, tmp_path: Path) -> None:
     config = tmp_path / "honed.toml"
     config.write_text("[store]\nmax_raw_byte = 1\n")
-    for command in ("status", "serve", "train", "vllm-args"):
+    for command, code in (("status", 2), ("serve", 78), ("train", 78), ("vllm-args", 2)):
         result = run("--config", config, command)
-        assert result.exit_code == 2
+        assert result.exit_code == code
         assert "max_raw_bytes" in result.stderr
+
+
+@pytest.mark.fault("wrong settings that restart for ever")
+@pytest.mark.parametrize(("is_there", "says"), [(False, "needs PyTorch"), (True, "built for the CPU")])
+def test_a_trainer_that_can_never_work_ends_with_78(
+    run: Run, monkeypatch: pytest.MonkeyPatch, is_there: bool, says: str
+) -> None:
+    monkeypatch.setenv("HONED_TRAINER__DEVICE", "cuda")
+    if is_there:
+        monkeypatch.setattr("torch.version.cuda", None)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    else:
+        monkeypatch.delitem(sys.modules, "honed.recalib.process.trainer", raising=False)
+        monkeypatch.setitem(sys.modules, "torch", None)
+    result = run("train")
+    assert result.exit_code == 78
+    assert says in " ".join(result.stderr.split())
+
+
+def test_a_trainer_whose_gpu_may_still_come_ends_with_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HONED_TRAINER__DEVICE", "cuda")
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    result = run("train")
+    assert result.exit_code == 1
+    assert "see that its driver is loaded" in " ".join(result.stderr.split())
 
 
 def test_a_trainer_without_its_folder_says_so(run: Run, tmp_path: Path) -> None:

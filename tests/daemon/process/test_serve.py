@@ -28,11 +28,11 @@ from tests.daemon.conftest import DaemonProcess, wait_for
 from tests.full_tmpfs import run_on_tmpfs
 
 
-def refused(daemon: DaemonProcess) -> str:
-    """Start a daemon that mustn't start; returns the one line that it says."""
+def refused(daemon: DaemonProcess, code: int = 2) -> str:
+    """Start a daemon that mustn't start; returns the one line that it says. 78: systemd doesn't start it again."""
     process = daemon.spawn()
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 2
+    assert process.returncode == code
     lines = [line for line in said.splitlines() if not line.startswith("{")]
     assert len(lines) == 1, said
     assert lines[0].startswith("honed: ")
@@ -133,27 +133,32 @@ def test_a_port_in_use_is_one_clear_line(daemon: DaemonProcess) -> None:
 
 def test_an_unknown_setting_is_named(daemon: DaemonProcess) -> None:
     daemon.env["HONED_STORE__MAX_RAW_BITES"] = "1"
-    said = refused(daemon)
+    said = refused(daemon, 78)
     assert "unknown setting HONED_STORE__MAX_RAW_BITES in the environment; did you mean HONED_STORE__MAX_RAW_BYTES?" in said
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "says", "code"),
     [
-        ("HONED_STATE_DIR", "can't be made"),
-        ("HONED_RUNTIME_DIR", "longer than 107 bytes"),
-        ("HONED_HTTP__METRICS_LISTEN", "isn't a loopback address"),
+        ("HONED_STATE_DIR", "can't be made", 2),
+        ("HONED_RUNTIME_DIR", "longer than 107 bytes", 78),
+        ("HONED_HTTP__METRICS_LISTEN", "isn't a loopback address", 78),
+        ("HONED_LOG_LEVEL", "use one of debug", 78),
+        ("HONED_TRAINER__DEVICE", "use auto, cpu, cuda, or cuda:N", 78),
     ],
 )
-def test_what_cannot_work_is_said(daemon: DaemonProcess, folder: Path, name: str, says: str) -> None:
+@pytest.mark.fault("wrong settings that restart for ever")
+def test_what_cannot_work_is_said(daemon: DaemonProcess, folder: Path, name: str, says: str, code: int) -> None:
     (folder / "file").write_text("")
     values = {
         "HONED_STATE_DIR": str(folder / "file" / "state"),
         "HONED_RUNTIME_DIR": str(folder / ("x" * 100)),
         "HONED_HTTP__METRICS_LISTEN": "0.0.0.0:9464",
+        "HONED_LOG_LEVEL": "loud",
+        "HONED_TRAINER__DEVICE": "cdua",
     }
     daemon.env[name] = values[name]
-    assert says in refused(daemon)
+    assert says in refused(daemon, code)
 
 
 @pytest.fixture
@@ -301,7 +306,7 @@ def test_the_exit_code_says_that_a_start_failed_though_nothing_else_can(daemon: 
     stderr = failing_stderr(how)
     words = [sys.executable, "-m", "honed.daemon.commands.main", command]
     environment = daemon.env | {"HONED_STORE__MAX_RAW_BITES": "1"}
-    assert subprocess.run(words, env=environment, stderr=stderr, timeout=60, check=False).returncode == 2
+    assert subprocess.run(words, env=environment, stderr=stderr, timeout=60, check=False).returncode == 78
     os.close(stderr)
 
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.process.trainer import check_device
 
 
@@ -21,10 +22,17 @@ def test_the_registry_needs_no_numpy():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("device", ["coda", "cuda:x", ""])
+@pytest.mark.fault("a mistyped device that training is said to run on")
+@pytest.mark.parametrize("device", ["cdua", "cuda:x", "cuda:-1", "cuda:00", "cuda:1000", "cuda:0 ", "CPU", "mps", ""])
 def test_a_device_that_does_not_exist_is_named(device):
-    with pytest.raises(ValueError, match=r"trainer\.device"):
-        check_device(device)
+    with pytest.raises(ValueError, match=f"device is {device!r}: use auto, cpu, cuda, or cuda:N"):
+        TrainerSettings(device=device)
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:10"])
+def test_devices_are_named_as_pytorch_names_them(device):
+    assert TrainerSettings(device=device).device == device
+    assert device == "auto" or str(torch.device(device)) == device
 
 
 def test_a_gpu_that_is_not_there_is_named(monkeypatch):
