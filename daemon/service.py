@@ -12,13 +12,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version as installed_version
 
 import structlog
 
 from honed.adapt.monitor.drift import Alarm
 from honed.adapt.protocol import wire
+from honed.daemon.background import Background, Job
 from honed.daemon.control.live_rounds import LiveRounds
 from honed.daemon.control.load_history import LoadHistory
 from honed.daemon.control.overrides import Overrides
@@ -56,6 +56,8 @@ log = structlog.get_logger("honed.service")
 
 DRAIN_S = 30.0
 """On a disk under heavy load one fsync may take many seconds; the unit allows 60 for a stop."""
+LEAVE_S = 10.0
+"""Most time of a stop for jobs in the background. What they leave unfinished, the next start removes or repeats."""
 TICK_S = 1.0
 LEARN_S = 0.05
 REST_PER_WORK = 0.5
@@ -106,8 +108,8 @@ class Service:
         self.swaps = Swaps(self.engines, self.drafters, self.rollout, self.router.send, monotonic, self._on_refusal)
         self.live = LiveRounds()
         """Rounds since the daemon started."""
-        self._background = ThreadPoolExecutor(1, "honed-registry")
-        self._learning = ThreadPoolExecutor(1, "honed-learning")
+        self._background = Background("honed-registry", monotonic=monotonic)
+        self._learning = Background("honed-learning", monotonic=monotonic)
         """Replays of the log, which take long: no engine waits for its version behind another's."""
         self.eligible = EligibleEngines(self.engines, self.swaps, self.store, self.live.workloads, monotonic)
         self._make_lifecycle(shared)
@@ -279,8 +281,9 @@ class Service:
         # Commit first, so that the last acknowledgements are sent before the socket closes.
         self.store.drain(DRAIN_S)
         self.router.stop()
-        for pool in (self._background, self._learning):
-            pool.shutdown(wait=True, cancel_futures=True)
+        until_s = time.monotonic() + LEAVE_S
+        for jobs in (self._background, self._learning):
+            jobs.stop(max(until_s - time.monotonic(), 0.0))
         self.sharing.close()
         self.store.close()
 
@@ -300,13 +303,13 @@ class Service:
         self.trainer.pause(is_paused)
         self.journal.insert("meta", {"key": _PAUSED, "value": int(is_paused)}, key="key")
 
-    def in_background(self, job: Callable[[], None]) -> None:
+    def in_background(self, job: Job) -> None:
         """Run a long job, which takes the lock only when needed. What it raises is logged."""
-        self._background.submit(_logging(job))
+        self._background.submit(job, "the registry and the samples")
 
-    def in_learning(self, job: Callable[[], None]) -> None:
+    def in_learning(self, job: Job) -> None:
         """Run a replay of the log likewise."""
-        self._learning.submit(_logging(job))
+        self._learning.submit(job, "the stored log")
 
     def _on_refusal(self, version: str) -> None:
         self.in_background(lambda: self.drafters.read_ahead(version))
@@ -447,15 +450,3 @@ class Service:
     def on_commit(self, group: list[StoredBatch]) -> None:
         with self.lock:
             self.ingest.on_commit(group)
-
-
-def _logging(job: Callable[[], None]) -> Callable[[], None]:
-    """A job whose exceptions are logged: nobody asks for its future."""
-
-    def run() -> None:
-        try:
-            job()
-        except Exception as error:
-            log.exception("a job in the background failed", error=str(error))
-
-    return run

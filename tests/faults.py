@@ -85,6 +85,7 @@ FAULTS = (
     "a first start on a full disk",
     "wrong settings that restart for ever",
     "a mistyped device that training is said to run on",
+    "a stop that waits for a disk that hangs",
     "an engine that doesn't answer its swap",
     "a pipe in place of a checkpoint",
     "a checkpoint read again at every hello",

@@ -302,6 +302,26 @@ def test_a_job_in_the_background_that_fails_is_logged(service: Service) -> None:
     assert [one["error"] for one in logs if one["event"] == "a job in the background failed"] == ["'odd'"] * 2
 
 
+@pytest.mark.fault("a stop that waits for a disk that hangs")
+def test_a_stop_leaves_a_job_that_does_not_end(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    # An import of a large checkpoint outlasted the unit's time for a stop, and systemd killed the daemon.
+    monkeypatch.setattr("honed.daemon.service.LEAVE_S", 0.01)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        begun.set()
+        go_on.wait(90)
+
+    service.in_background(hang)
+    assert begun.wait(60)
+    stopping = threading.Thread(target=service.stop, daemon=True)
+    stopping.start()
+    stopping.join(60)
+    go_on.set()
+    assert not stopping.is_alive()
+    assert not service.store.is_alive
+
+
 def test_a_full_queue_is_felt_as_silence_and_heals_by_resending(
     service: Service, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
