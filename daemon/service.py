@@ -58,6 +58,8 @@ DRAIN_S = 30.0
 """On a disk under heavy load one fsync may take many seconds; the unit allows 60 for a stop."""
 LEAVE_S = 10.0
 """Most time of a stop for jobs in the background. What they leave unfinished, the next start removes or repeats."""
+MOST_READERS = 8
+"""Checkpoints and targets that are read at the same time."""
 TICK_S = 1.0
 LEARN_S = 0.05
 REST_PER_WORK = 0.5
@@ -109,6 +111,8 @@ class Service:
         self.live = LiveRounds()
         """Rounds since the daemon started."""
         self._background = Background("honed-registry", monotonic=monotonic)
+        self._reading = Background("honed-reading", MOST_READERS, monotonic)
+        """Reading of engines' checkpoints and targets: a mount that hangs holds up only engines that read from it."""
         self._learning = Background("honed-learning", monotonic=monotonic)
         """Replays of the log, which take long: no engine waits for its version behind another's."""
         self.eligible = EligibleEngines(self.engines, self.swaps, self.store, self.live.workloads, monotonic)
@@ -238,9 +242,10 @@ class Service:
             log_token_ids=settings.events.log_token_ids,
             clock=self.clock,
             lock=self.lock,
-            in_background=self.in_background,
+            in_background=self._reading.submit,
             user_of=self.router.user_of,
             identify=self.drafters.identify,
+            is_kept=self.drafters.is_kept,
             learn_target=self.drafters.learn_target,
             on_hello=self.warm_start.prepare,
             on_welcome=self._on_welcome,
@@ -282,7 +287,7 @@ class Service:
         self.store.drain(DRAIN_S)
         self.router.stop()
         until_s = time.monotonic() + LEAVE_S
-        for jobs in (self._background, self._learning):
+        for jobs in (self._background, self._reading, self._learning):
             jobs.stop(max(until_s - time.monotonic(), 0.0))
         self.sharing.close()
         self.store.close()
@@ -310,6 +315,14 @@ class Service:
     def in_learning(self, job: Job) -> None:
         """Run a replay of the log likewise."""
         self._learning.submit(job, "the stored log")
+
+    def oldest_job(self) -> tuple[float, str] | None:
+        """Return the age in seconds of the oldest job in the background, and what it touches; None without one."""
+        found = [oldest for jobs in (self._background, self._reading, self._learning) if (oldest := jobs.oldest())]
+        if not found:
+            return None
+        submitted_s, touches = min(found)
+        return self.monotonic() - submitted_s, touches
 
     def _on_refusal(self, version: str) -> None:
         self.in_background(lambda: self.drafters.read_ahead(version))

@@ -86,6 +86,7 @@ FAULTS = (
     "wrong settings that restart for ever",
     "a mistyped device that training is said to run on",
     "a stop that waits for a disk that hangs",
+    "a mount that hangs under one engine's drafter",
     "an engine that doesn't answer its swap",
     "a pipe in place of a checkpoint",
     "a checkpoint read again at every hello",

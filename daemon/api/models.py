@@ -185,6 +185,8 @@ class StatusView(BaseModel):
     acceptance: dict[str, Acceptance]
     events: dict[str, int | float]
     store: dict[str, int | float | str]
+    background: dict[str, float | str]
+    """Age of the oldest job in the background, and what it touches."""
     log: dict[str, int | float | str]
     """Failed writes of the daemon's log."""
     operation: OperationView | None

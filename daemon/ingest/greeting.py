@@ -1,7 +1,7 @@
 """Answers an engine's hello with the committed number and the engine's registered version.
 
 An engine sends nothing before its welcome, which needs its version. Reading an unknown checkpoint takes long, so it happens
-in the background.
+in the background: one after another of the same folder, those of several folders at the same time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Greeting:
 
     Args:
         user_of: returns the user of the process at a connection's other end.
+        in_background: runs a job; those that touch the same thing, its second argument, one after another.
         identify: returns the registry's version of the checkpoint of a user's hello, "" without one; may read all of it.
+        is_kept: whether a version is in the registry.
         learn_target: reads what tells a target from others.
         on_hello: called before the version is known.
         on_welcome: called after the welcome.
@@ -45,9 +47,10 @@ class Greeting:
         log_token_ids: bool,
         clock: Callable[[], float],
         lock: threading.RLock,
-        in_background: Callable[[Callable[[], None]], object],
+        in_background: Callable[[Callable[[], None], str], object],
         user_of: Callable[[bytes], User | None],
         identify: Callable[[wire.EngineHello, User | None], str],
+        is_kept: Callable[[str], bool],
         learn_target: Callable[[str], None],
         on_hello: Callable[[Engine, wire.EngineHello], None],
         on_welcome: Callable[[Engine], None],
@@ -56,10 +59,10 @@ class Greeting:
         self._store, self._send = store, send
         self._daemon_id, self._log_token_ids, self._clock = daemon_id, log_token_ids, clock
         self._lock, self._in_background = lock, in_background
-        self._user_of, self._identify, self._learn_target = user_of, identify, learn_target
+        self._user_of, self._identify, self._is_kept, self._learn_target = user_of, identify, is_kept, learn_target
         self._on_hello, self._on_welcome, self._keep = on_hello, on_welcome, keep
-        self._identifying: set[str] = set()
-        """Engines whose version is being looked for. They say hello every second meanwhile."""
+        self._awaited: set[tuple[str, str, str]] = set()
+        """Engines whose version will be looked for, and their paths. They say hello every second meanwhile."""
 
     def greet(self, engine: Engine) -> None:
         """Store the engine's hello and welcome it, at once if its version is known."""
@@ -74,17 +77,25 @@ class Greeting:
         self._on_hello(engine, hello)
         if engine.live_version:
             self._welcome(engine)
-            self._in_background(lambda: self._learn_target(hello.target_path))
-        elif engine.engine_id not in self._identifying:
-            self._identifying.add(engine.engine_id)
-            self._in_background(lambda: self._identify_and_welcome(engine))
+            self._in_background(lambda: self._learn_target(hello.target_path), hello.target_path)
+        else:
+            self._look_for_version(engine, hello)
 
-    def _identify_and_welcome(self, engine: Engine) -> None:
+    def _look_for_version(self, engine: Engine, hello: wire.EngineHello) -> None:
+        awaited = (engine.engine_id, *_paths(hello))
+        if awaited not in self._awaited:
+            self._awaited.add(awaited)
+            touches = hello.drafter_path or hello.target_path
+            self._in_background(lambda: self._identify_and_welcome(engine, awaited), touches)
+
+    def _identify_and_welcome(self, engine: Engine, awaited: tuple[str, str, str]) -> None:
         version = note = ""
         with self._lock:
-            self._identifying.discard(engine.engine_id)  # a hello from now on may name another checkpoint
+            self._awaited.discard(awaited)  # a hello from now on may come from files that changed
             hello, user = engine.hello, engine.boot.user
         assert hello is not None
+        if (engine.engine_id, *_paths(hello)) != awaited:
+            return  # another job looks for what it has named since
         try:
             version = self._identify(hello, user)
         except RegistryError as error:
@@ -94,6 +105,12 @@ class Greeting:
         except Exception as error:
             log.exception("the engine's drafter can't be registered", error=str(error))
         with self._lock:
+            assert engine.hello is not None
+            if _paths(engine.hello) != _paths(hello):
+                return
+            if version and not self._is_kept(version):  # removed since it was found
+                self._look_for_version(engine, engine.hello)
+                return
             engine.note = engine.note or note
             if version and version != engine.boot.own_version:
                 engine.boot.own_version = version
@@ -115,3 +132,7 @@ class Greeting:
         self._send(engine.peer, welcome)
         engine.policy_sent_s = float("-inf")
         self._on_welcome(engine)
+
+
+def _paths(hello: wire.EngineHello) -> tuple[str, str]:
+    return hello.drafter_path, hello.target_path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,8 @@ class Drafters:
 
     def __init__(self, registry: Registry, *, on_move: Callable[[], None]) -> None:
         self.registry, self._on_move = registry, on_move
+        self._first = threading.Lock()
+        """Held while it is decided which checkpoint is the first."""
         self._read: dict[str, tuple[float, object]] = {}
         """Versions with intact files -> time of reading, and state of the files then."""
         self._identified: dict[tuple[Path, str], tuple[str, object]] = {}
@@ -48,8 +51,9 @@ class Drafters:
     def identify(self, hello: EngineHello, user: User | None) -> str:
         """The registry version of an engine's checkpoint, imported if needed; "" if it has none that honed trains.
 
-        Reads the whole checkpoint unless its files are those of last time, so don't call it on the router's thread. The first
-        checkpoint ever becomes `active` and `floor`, the version that is never pruned and always available for a roll-back.
+        Reads the whole checkpoint unless its files are those of last time, so don't call it on the router's thread. Several
+        threads may call it, one at a time for a folder. The first checkpoint ever becomes `active` and `floor`, the version
+        that is never pruned and always available for a roll-back.
 
         Args:
             user: the engine's; None, unknown, may read nothing.
@@ -73,9 +77,18 @@ class Drafters:
         if len(self._identified) >= MOST_IDENTIFIED:
             self._identified.clear()
         self._identified[place] = manifest.version, stamp
-        if not self.alias("active"):
-            self.registry.set_aliases({"floor": manifest.version, "active": manifest.version})
+        with self._first:
+            if not self.alias("active"):
+                self.registry.set_aliases({"floor": manifest.version, "active": manifest.version})
         return manifest.version
+
+    def is_kept(self, version: str) -> bool:
+        """True if a version is in the registry, whole or not."""
+        try:
+            self.registry.path(version)
+        except RegistryError:
+            return False
+        return True
 
     def learn_target(self, target_path: str) -> None:
         """Read a target's digest for `is_for`, unless its files are those of last time. Don't call it with the lock held."""

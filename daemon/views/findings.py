@@ -16,6 +16,9 @@ from honed.daemon.settings.filesystem import IN_MEMORY, folder_in_memory
 LAG_S = 5.0
 """Age of events at their commit above which a finding warns: the store or the daemon is behind."""
 
+LONG_JOB_S = 60.0
+"""Age of a job in the background above which a finding warns."""
+
 LATELY_S = 3600.0
 """Time for which findings report losses and disk errors; the figures stay."""
 
@@ -54,6 +57,11 @@ def _of_daemon(status: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("error", f"the daemon: {problem}")
     if problem := status.get("web_config_problem"):
         yield Finding("warning", f"the metrics' listener keeps the last web config that it could use: {problem}")
+    job = status.get("background") or {}
+    if (age_s := job.get("oldest_job_s") or 0.0) > LONG_JOB_S:
+        text = f"a job in the background has not ended after {age_s:.0f} s: it touches {job.get('oldest_job')}"
+        cure = "If that is on a network mount, see that it answers (`stat`). A new engine is welcome once its files were read."
+        yield Finding("warning", text, cure)
     log = status.get("log") or {}
     if (errors := log.get("errors")) and _was_lately(log.get("error_age_s")):
         text = f"the daemon's log could not be written {errors:,} times (last: {log.get('last_error')})"

@@ -45,6 +45,7 @@ def status(service: Service) -> dict[str, Any]:
         last_minute.add(counts)
     total = total_counts(service.store)
     faults = service.drafters.faults()
+    oldest_job_s, oldest_job = service.oldest_job() or (0.0, "")
     with service.lock:
         problems = service.problems
         operation = service.rollout.current
@@ -86,6 +87,7 @@ def status(service: Service) -> dict[str, Any]:
                 "last_error": service.store.last_error,
                 "error_age_s": age_s(service.store.failed_at_s, now_s),
             },
+            "background": {"oldest_job_s": oldest_job_s, "oldest_job": oldest_job},
             "log": {
                 "errors": service.log_stream.errors,
                 "last_error": service.log_stream.last_error,

@@ -108,11 +108,13 @@ class Registry:
         note: str = "",
         origin: str = "",
         created_unix_s: float = 0.0,
+        is_unique: bool = False,
     ) -> Manifest:
         """Add a version: `write` puts model.safetensors and config.json into the given empty folder.
 
         Args:
             created_unix_s: when it was trained, elsewhere; 0: now.
+            is_unique: return the version with the same files for the same target, if another writer has added it meanwhile.
 
         Raises:
             RegistryError: the result isn't a checkpoint, or the disk fails; nothing is left behind then.
@@ -126,7 +128,7 @@ class Registry:
             for name in (WEIGHTS, CONFIG):
                 (folder / name).chmod(0o440)
                 fsync_path(folder / name)
-            return self._publish(folder, draft)
+            return self._publish(folder, draft, is_unique)
 
     def import_checkpoint(self, path: Path, *, target_path: str = "", note: str = "", user: User | None = None) -> Manifest:
         """Return the version with a checkpoint folder's weights and configuration; add it if there is none. Reads all bytes.
@@ -163,7 +165,8 @@ class Registry:
                     with (folder / name).open("wb") as out:
                         shutil.copyfileobj(file, out, 1 << 20)
 
-            return self.create(copy, scope="imported", target_path=target_path, note=note or f"imported from {path}")
+            note = note or f"imported from {path}"
+            return self.create(copy, scope="imported", target_path=target_path, note=note, is_unique=True)
 
     def import_head(self, target: Path, *, target_path: str = "", note: str = "", user: User | None = None) -> Manifest:
         """Return the version with the MTP head of a target's checkpoint; add it if there is none. Reads all of the head.
@@ -191,7 +194,8 @@ class Registry:
                 for name in (WEIGHTS, CONFIG):
                     (folder / name).rename(into / name)
 
-            return self.create(move, scope="imported", target_path=target_path, note=note or f"imported from {target}")
+            note = note or f"imported from {target}"
+            return self.create(move, scope="imported", target_path=target_path, note=note, is_unique=True)
 
     def _version_in(self, folder: Path, target_path: str) -> Manifest | None:
         """Find the version whose files these are, of a head that vLLM serves as a draft model."""
@@ -199,11 +203,16 @@ class Registry:
             return None
         return self._known(sha256_file(folder / WEIGHTS), sha256_file(folder / CONFIG), target_path)
 
-    def _known(self, sha256: str, config_sha256: str, target_path: str) -> Manifest | None:
-        """Find the version of these files for a target; of several, the latest of its path."""
+    def _known(self, sha256: str, config_sha256: str, target_path: str, digest: str | None = None) -> Manifest | None:
+        """Find the version of these files for a target; of several, the latest of its path.
+
+        Args:
+            digest: the target's; None: it is read.
+        """
         wanted = (sha256, config_sha256, "ready")
         found = [one for one in self.versions() if (one.sha256, one.config_sha256, one.state) == wanted]
-        digest = digest_of_target(target_path) if found else ""
+        if digest is None:
+            digest = digest_of_target(target_path) if found else ""
         named = [one for one in found if is_for_target(one, target_path, digest)]
         exact = [one for one in named if one.target_path == target_path]
         return exact[-1] if exact else next(iter(named), None)
@@ -352,9 +361,12 @@ class Registry:
         found = [(int(match[1]), p) for p in self._versions.iterdir() if (match := _VERSION.fullmatch(p.name))]
         return [path for _, path in sorted(found)]
 
-    def _publish(self, folder: Path, draft: Manifest) -> Manifest:
-        """Number a finished folder, add its manifest and rename it to its place."""
+    def _publish(self, folder: Path, draft: Manifest, is_unique: bool) -> Manifest:
+        """Number a finished folder, add its manifest and rename it to its place, unless it must be unique and isn't."""
         with self._writing():
+            files = draft.sha256, draft.config_sha256
+            if is_unique and (known := self._known(*files, draft.target_path, draft.target_sha256)) is not None:
+                return known
             folders = self._folders()
             number = 1 + (int(_VERSION.fullmatch(folders[-1].name)[1]) if folders else 0)  # type: ignore[index]
             manifest = msgspec.structs.replace(draft, version=f"v{number:04d}-{draft.sha256[:8]}")

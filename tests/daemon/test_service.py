@@ -19,6 +19,7 @@ from honed.daemon.metrics.render import render
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings, load
 from honed.daemon.views import views
+from honed.recalib.registry.access import User
 from tests.daemon.conftest import flags_in, wait_for
 from tests.daemon.fake_engine import FakeEngine
 
@@ -320,6 +321,32 @@ def test_a_stop_leaves_a_job_that_does_not_end(service: Service, monkeypatch: py
     go_on.set()
     assert not stopping.is_alive()
     assert not service.store.is_alive
+
+
+@pytest.mark.fault("a mount that hangs under one engine's drafter")
+def test_other_engines_are_welcome_while_one_engine_s_files_hang(service: Service, make_engine: MakeEngine) -> None:
+    # All was read on one thread: no engine was welcomed until the mount answered, and the status said nothing.
+    identify, begun, go_on = service.greeting._identify, threading.Event(), threading.Event()
+
+    def hang(hello: wire.EngineHello, user: User | None) -> str:
+        if hello.drafter_path == "/nfs/drafter":
+            begun.set()
+            assert go_on.wait(120)
+        return identify(hello, user)
+
+    service.greeting._identify = hang
+    hung = make_engine(engine_id="engine-hung")
+    for _ in range(3):  # it says so every second
+        hung.send(hung.hello_message(drafter_path="/nfs/drafter"))
+    assert begun.wait(60)
+    for number in range(3):
+        make_engine(engine_id=f"engine-{number}").hello(drafter_path=f"/models/drafter-{number}")
+    assert views.status(service)["background"]["oldest_job"] == "/nfs/drafter"
+    hung.reconnect()
+    hung.hello(drafter_path="/models/drafter-0")  # started again with other files
+    go_on.set()
+    wait_for(lambda: service.oldest_job() is None, "the end of the reading")
+    assert views.status(service)["background"] == {"oldest_job_s": 0.0, "oldest_job": ""}
 
 
 def test_a_full_queue_is_felt_as_silence_and_heals_by_resending(

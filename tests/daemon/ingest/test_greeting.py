@@ -30,6 +30,7 @@ class Host:
         self.sent: list[wire.Welcome] = []
         self.calls: list[str] = []
         self.learned: list[str] = []
+        self.removed: set[str] = set()
         self._jobs: list[Callable[[], None]] = []
         self.greeting = Greeting(
             store,
@@ -38,9 +39,10 @@ class Host:
             log_token_ids=True,
             clock=clock,
             lock=threading.RLock(),
-            in_background=self._jobs.append,
+            in_background=lambda job, touches: self._jobs.append(job),
             user_of=self.users.get,
             identify=self._identify,
+            is_kept=lambda version: version not in self.removed,
             learn_target=self.learned.append,
             on_hello=lambda engine, hello: self.calls.append("hello"),
             on_welcome=lambda engine: self.calls.append("welcome"),
@@ -51,11 +53,12 @@ class Host:
         self.asked.append(user)
         return self.identify(hello)
 
-    def greet(self, version: str = "") -> Engine:
+    def greet(self, version: str = "", drafter_path: str = "") -> Engine:
         fields: dict[str, Any] = dict.fromkeys(
             ("model_name", "target_path", "drafter_path", "vllm_version", "honed_version", "runner", "method"), ""
         )
-        fields |= {"target_path": "/models/tiny", "wire_version": wire.WIRE_VERSION, "num_spec_tokens": 3, "max_num_seqs": 8}
+        fields |= {"target_path": "/models/tiny", "drafter_path": drafter_path}
+        fields |= {"wire_version": wire.WIRE_VERSION, "num_spec_tokens": 3, "max_num_seqs": 8}
         hello = wire.EngineHello(engine_id="engine-0", boot_id="boot", drafter_version=version, **fields)
         engine = self.engines.introduce(hello, b"peer", 0.0)
         assert engine is not None
@@ -123,6 +126,31 @@ def test_an_engine_that_says_hello_every_second_meanwhile_is_looked_for_once(hos
         host.greet()
     host.work()
     assert len(looked) == len(host.sent) == 1
+
+
+def test_what_it_was_started_with_last_counts(host: Host) -> None:
+    """Files of its earlier start may be read for longer than those of its latest."""
+    versions = {"/old": "v0001-abc", "/new": "v0002-def"}
+
+    def identify(hello: wire.EngineHello) -> str:
+        if hello.drafter_path == "/old":
+            host.greet(drafter_path="/new")
+        return versions[hello.drafter_path]
+
+    host.identify = identify
+    engine = host.greet(drafter_path="/old")
+    host.work()
+    assert [welcome.drafter_version for welcome in host.sent] == ["v0002-def"]
+    assert engine.boot.own_version == "v0002-def"
+
+
+def test_a_version_that_was_removed_once_it_was_found_is_looked_for_again(host: Host) -> None:
+    versions = iter(["v0001-abc", "v0002-abc"])
+    host.identify = lambda hello: next(versions)
+    host.removed.add("v0001-abc")
+    host.greet()
+    host.work()
+    assert [welcome.drafter_version for welcome in host.sent] == ["v0002-abc"]
 
 
 def test_what_it_said_it_runs_meanwhile_counts(host: Host) -> None:

@@ -65,6 +65,20 @@ def test_created_version_is_listed_verified_and_immutable(registry):
         assert file.stat().st_mode & 0o777 == 0o440
 
 
+def test_a_checkpoint_that_two_import_at_once_is_one_version(registry, drafter_folder, tmp_path, monkeypatch):
+    shutil.copytree(drafter_folder, tmp_path / "copy")
+    others = []
+
+    def copy(*files):
+        monkeypatch.undo()  # another engine's copy of it, read by another thread
+        others.append(registry.import_checkpoint(tmp_path / "copy"))
+        shutil.copyfileobj(*files)
+
+    monkeypatch.setattr("honed.recalib.registry.registry.shutil.copyfileobj", copy)
+    assert [registry.import_checkpoint(drafter_folder)] == others == registry.versions()
+    assert not list(registry.path(others[0].version).parent.glob(".tmp-*"))
+
+
 def test_versions_are_numbered_in_order_also_beyond_four_digits(registry):
     for i in range(3):
         registry.create(checkpoint(i))

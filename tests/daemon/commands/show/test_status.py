@@ -99,6 +99,11 @@ def test_a_healthy_service_has_nothing_to_report() -> None:
             "warning",
             "log could not be written 2 times",
         ),
+        (
+            changed(background={"oldest_job_s": 75.0, "oldest_job": "/nfs/d"}),
+            "warning",
+            "not ended after 75 s: it touches /nfs/d",
+        ),
         (engine(connected=False), "error", "engine-0 is not connected"),
         (engine(policy={"fallback": "stale_policy"}), "warning", "no message from the daemon for too long"),
         (engine(policy={"fallback": "error"}), "error", "caught an error"),
