@@ -68,6 +68,7 @@ FAULTS = (
     "a full disk under the registry",
     "active weights damaged at rest",
     "an alias of a version that was removed",
+    "a damaged alias that is set anew without a word",
     # draft lengths
     "a jump of the step time between lengths that were tried",
     "a rare kind of steps whose effect was lost",

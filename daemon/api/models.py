@@ -177,7 +177,7 @@ class StatusView(BaseModel):
     """Whether drift begins a recalibration (`recalibration.automatic`)."""
     drafters: dict[str, str | None]
     drafter_problems: dict[str, str]
-    """Aliases whose version is removed or damaged, and why; "floor" too."""
+    """Aliases that are damaged, or whose version is removed or damaged, and why; "floor" too."""
     web_config_problem: str
     """Why the last change of `http.metrics_web_config` isn't in use; empty: it is."""
     shared_registry: dict[str, int | float | str] | None

@@ -53,7 +53,7 @@ class Drafters:
 
         Reads the whole checkpoint unless its files are those of last time, so don't call it on the router's thread. Several
         threads may call it, one at a time for a folder. The first checkpoint ever becomes `active` and `floor`, the version
-        that is never pruned and always available for a roll-back.
+        that is never pruned and always available for a roll-back. An alias that was set stays, even if its file is damaged.
 
         Args:
             user: the engine's; None, unknown, may read nothing.
@@ -71,15 +71,14 @@ class Drafters:
         place = folder, hello.target_path
         known, stamp_then = self._identified.get(place, ("", None))
         if stamp is not None and stamp == stamp_then and not self.fault(known):
+            self._set_first(known)
             return known
         take = self.registry.import_head if hello.method == "mtp" else self.registry.import_checkpoint
         manifest = take(folder, target_path=hello.target_path, note=f"loaded by engine {hello.engine_id}", user=user)
         if len(self._identified) >= MOST_IDENTIFIED:
             self._identified.clear()
         self._identified[place] = manifest.version, stamp
-        with self._first:
-            if not self.alias("active"):
-                self.registry.set_aliases({"floor": manifest.version, "active": manifest.version})
+        self._set_first(manifest.version)
         return manifest.version
 
     def is_kept(self, version: str) -> bool:
@@ -89,6 +88,17 @@ class Drafters:
         except RegistryError:
             return False
         return True
+
+    def _set_first(self, version: str) -> None:
+        """Point `floor` and `active` at a version if they were never set."""
+        with self._first:
+            try:
+                changes = {name: version for name in ("floor", "active") if self.registry.alias(name) is None}
+            except RegistryError as error:  # it may have been set to another version
+                log.error("an alias of a drafter version can't be read", error=str(error))
+                return
+            if changes:
+                self.registry.set_aliases(changes)
 
     def learn_target(self, target_path: str) -> None:
         """Read a target's digest for `is_for`, unless its files are those of last time. Don't call it with the lock held."""
@@ -196,8 +206,15 @@ class Drafters:
             return str(error)
 
     def faults(self) -> dict[str, str]:
-        """Aliases whose version can't be used, and why."""
-        return {name: why for name, version in self.aliases().items() if version and (why := self.fault(version))}
+        """Aliases that can't be read or whose version can't be used, and why."""
+        return {name: why for name in ALIASES if (why := self._fault_of_alias(name))}
+
+    def _fault_of_alias(self, name: str) -> str:
+        try:
+            version = self.registry.alias(name)
+        except RegistryError as error:
+            return str(error)
+        return self.fault(version) if version else ""
 
     def _verify(self, version: str) -> None:
         """Compare a version's files with its manifest, unless that has just been done. Raises RegistryError."""

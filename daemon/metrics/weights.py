@@ -42,11 +42,11 @@ def _roles(drafters: Drafters) -> Iterator[Metric]:
             info.add_metric([role, version, sha256], 1)
     yield info
     unusable = GaugeMetricFamily(
-        "honed_drafter_unusable", "1 while the version in a role can't be used: damaged or removed.", labels=["role"]
+        "honed_drafter_unusable", "1 while the version in a role can't be used: damaged, removed or unknown.", labels=["role"]
     )
     faults = drafters.faults()
     for role, version in drafters.aliases().items():
-        if version:
+        if version or role in faults:
             unusable.add_metric([role], role in faults)
     yield unusable
 

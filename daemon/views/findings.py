@@ -164,7 +164,7 @@ def _of_training(status: dict[str, Any]) -> Iterator[Finding]:
     for alarm in status.get("drift_alarms") or []:
         if (hindrance := alarm.get("hindrance")) and not alarm.get("answers"):
             yield _unanswered(alarm, hindrance)
-    if not (status.get("drafters") or {}).get("active"):
+    if not (status.get("drafters") or {}).get("active") and "active" not in (status.get("drafter_problems") or {}):
         yield Finding("warning", "no drafter version is active: the first engine whose drafter can be trained registers one")
     for override in status.get("overrides") or []:
         name, value = override.get("name"), override.get("value")

@@ -67,6 +67,9 @@ MAX_WEIGHTS_BYTES = 16 << 30
 RESERVE_BYTES = 1 << 16
 """Room kept for changes of aliases: a block for each, and some for the folder."""
 _CURE = "check the folder's owner and the disk's free space"
+_SET_AGAIN = dict.fromkeys(ALIASES, "it is set again: `honed promote` does that") | {
+    "floor": "it is set again: remove it, and the next start of vLLM does that"
+}
 
 
 class RegistryConflictError(RegistryError):
@@ -255,9 +258,12 @@ class Registry:
         """Remove all but the `keep` newest versions, those with an alias and those `spared`; `sweep` deletes their files.
 
         The newest version always stays, so that its number isn't used again. Returns the removed versions.
+
+        Raises:
+            RegistryError: an alias is damaged, so its version isn't known; nothing is removed then.
         """
         with self._writing():
-            stays = {*self.aliases().values(), *spared}
+            stays = {*map(self.alias, ALIASES), *spared}
             doomed = [f for f in self._folders()[: -max(keep, 1)] if f.name not in stays]
             for folder in doomed:
                 # Renamed, not emptied: an incomplete version must never be visible under a version's name.
@@ -345,8 +351,10 @@ class Registry:
             return (None if version == "-" else version), int(generation)
         except FileNotFoundError:
             return None, 0
-        except (ValueError, OSError) as error:
-            raise RegistryError(f"{path} is damaged; set the alias again: promote a version") from error
+        except OSError as error:
+            raise RegistryError(f"{path} can't be read ({error.strerror or error}); {_CURE}") from error
+        except ValueError as error:
+            raise RegistryError(f"{path} is damaged, and no old version is removed until {_SET_AGAIN[name]}") from error
 
     def _read_alias_leniently(self, name: str) -> tuple[str | None, int]:
         try:

@@ -59,6 +59,27 @@ def make_batch(
     return wire.EventBatch(**(fields | changes))
 
 
+def make_hello(**changes: Any) -> wire.EngineHello:
+    """An engine's hello, by default without a drafter."""
+    fields: dict[str, Any] = {
+        "wire_version": wire.WIRE_VERSION,
+        "engine_id": "engine-0",
+        "boot_id": "boot",
+        "model_name": "tiny",
+        "target_path": "/models/tiny",
+        "drafter_path": "",
+        "drafter_version": "",
+        "vllm_version": "0.32.0",
+        "honed_version": "0.1.0",
+        "runner": "v1",
+        "method": "dflash",
+        "num_spec_tokens": 3,
+        "max_num_seqs": 8,
+        "capabilities": ["events", "draft_length", "capture", "swap"],
+    }
+    return wire.EngineHello(**(fields | changes))
+
+
 class FakeEngine:
     """One connection under one engine id and boot id. Every wait has a deadline and fails with what was received instead."""
 
@@ -152,23 +173,7 @@ class FakeEngine:
         raise AssertionError("no welcome")
 
     def hello_message(self, **changes: Any) -> wire.EngineHello:
-        fields: dict[str, Any] = {
-            "wire_version": wire.WIRE_VERSION,
-            "engine_id": self.engine_id,
-            "boot_id": self.boot_id,
-            "model_name": "tiny",
-            "target_path": "/models/tiny",
-            "drafter_path": "",
-            "drafter_version": "",
-            "vllm_version": "0.32.0",
-            "honed_version": "0.1.0",
-            "runner": "v1",
-            "method": "dflash",
-            "num_spec_tokens": 3,
-            "max_num_seqs": 8,
-            "capabilities": ["events", "draft_length", "capture", "swap"],
-        }
-        return wire.EngineHello(**(fields | changes))
+        return make_hello(**({"engine_id": self.engine_id, "boot_id": self.boot_id} | changes))
 
     def batch(self, seq: int, **changes: Any) -> wire.EventBatch:
         return make_batch(seq, engine_id=self.engine_id, boot_id=self.boot_id, **changes)

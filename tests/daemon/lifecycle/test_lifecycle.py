@@ -654,6 +654,21 @@ def test_an_alias_of_a_removed_version_is_named_and_a_roll_back_goes_past_it(sta
     wait_for(lambda: stage.aliases()["active"] == stage.first, "the floor")
 
 
+@pytest.mark.fault("a damaged alias that is set anew without a word")
+def test_a_damaged_active_alias_is_named_and_a_promotion_sets_it_again(stage: Stage) -> None:
+    trained, other = stage.version(1.0), stage.version(2.0)
+    stage.promote(trained)
+    (stage.service.drafters.registry.root / "aliases" / "active").write_bytes(b"")
+    status = stage.client.get("/v1/status").json()
+    assert list(status["drafter_problems"]) == ["active"]
+    (found,) = [one for one in findings(status) if "active" in one.text]
+    assert (found.level, "honed promote" in found.cure) == ("error", True)
+    assert 'honed_drafter_unusable{role="active"} 1' in stage.client.get("/metrics").text
+    stage.promote(other)
+    assert stage.aliases()["active"] == other
+    assert stage.client.get("/v1/status").json()["drafter_problems"] == {}
+
+
 @pytest.mark.fault("active weights damaged at rest")
 @pytest.mark.parametrize("spoil", [remove, damage])
 def test_from_a_lost_active_version_every_whole_one_can_be_promoted(stage: Stage, spoil: Callable[[Stage, str], None]) -> None:

@@ -1,0 +1,66 @@
+"""Which versions the aliases of a registry name, as engines say hello."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from honed.daemon.lifecycle.drafters import Drafters
+from honed.recalib.registry.access import User
+from honed.recalib.registry.registry import Registry, RegistryError
+from tests.daemon.fake_engine import make_hello
+from tests.daemon.lifecycle.test_lifecycle import write_checkpoint
+
+
+@pytest.fixture
+def drafters(tmp_path: Path) -> Drafters:
+    return Drafters(Registry(tmp_path / "registry"), on_move=lambda: None)
+
+
+def damage_alias(registry: Registry, name: str) -> Path:
+    """Empty its file, as a file system may do that loses power."""
+    path = registry.root / "aliases" / name
+    path.write_bytes(b"")
+    return path
+
+
+def identify(drafters: Drafters, folder: Path, value: float) -> str:
+    """The version that an engine with this checkpoint gets."""
+    write_checkpoint(folder, value)
+    return drafters.identify(make_hello(drafter_path=str(folder)), User(os.getuid(), os.getgid()))
+
+
+def test_each_alias_is_set_once(drafters: Drafters, tmp_path: Path) -> None:
+    first = identify(drafters, tmp_path / "one", 1.0)
+    identify(drafters, tmp_path / "two", 2.0)
+    assert drafters.aliases() == {"active": first, "candidate": None, "previous": None, "floor": first}
+
+
+@pytest.mark.fault("a damaged alias that is set anew without a word")
+@pytest.mark.parametrize("name", ["active", "floor"])
+def test_a_damaged_alias_is_left_alone_and_named(drafters: Drafters, tmp_path: Path, name: str) -> None:
+    """The next engine's own checkpoint became active and the floor, and the trained version was forgotten."""
+    first = identify(drafters, tmp_path / "one", 1.0)
+    trained = drafters.registry.create(lambda folder: write_checkpoint(folder, 2.0), parent=first).version
+    drafters.move({"previous": first, "active": trained})
+    before = drafters.aliases()
+    damage_alias(drafters.registry, name)
+    assert list(drafters.faults()) == [name]
+    assert "is damaged" in drafters.faults()[name]
+    identify(drafters, tmp_path / "three", 3.0)
+    assert drafters.aliases() == before | {name: None}
+    for number in range(4, 8):
+        drafters.registry.create(lambda folder, value=float(number): write_checkpoint(folder, value))
+    with pytest.raises(RegistryError, match="no old version is removed"):
+        drafters.registry.prune(keep=1)
+    assert {first, trained} <= {one.version for one in drafters.registry.versions()}
+
+
+def test_a_floor_whose_file_was_removed_is_set_again(drafters: Drafters, tmp_path: Path) -> None:
+    first = identify(drafters, tmp_path / "one", 1.0)
+    damage_alias(drafters.registry, "floor").unlink()
+    assert identify(drafters, tmp_path / "one", 1.0) == first
+    assert drafters.aliases()["floor"] == first
+    assert drafters.faults() == {}
