@@ -3,6 +3,7 @@
 Threads: the router's reads frames and calls `Ingest`; the store's commits and calls `on_commit`; the ticking one steers,
 checks deadlines and learns; the HTTP server's answer requests. One lock guards all live state but the controllers' estimates,
 which have locks of their own. Its holder never waits for the writer, so the writer may take it, and seldom for a controller.
+It never waits for a sync of the disk either.
 """
 
 from __future__ import annotations
@@ -328,6 +329,8 @@ class Service:
         self.in_background(lambda: self.drafters.read_ahead(version))
 
     def _on_move(self) -> None:
+        """Have the aliases on the disk before what the writer commits next, such as a verdict on them; prune then."""
+        self.store.submit(lambda _: self.drafters.registry.sync_aliases())
         self.in_background(self.old_versions.remove)
         self.sharing.soon()
 

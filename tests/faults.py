@@ -69,6 +69,7 @@ FAULTS = (
     "active weights damaged at rest",
     "an alias of a version that was removed",
     "a damaged alias that is set anew without a word",
+    "aliases that are synced while everyone waits",
     # draft lengths
     "a jump of the step time between lengths that were tried",
     "a rare kind of steps whose effect was lost",

@@ -53,7 +53,7 @@ class Drafters:
 
         Reads the whole checkpoint unless its files are those of last time, so don't call it on the router's thread. Several
         threads may call it, one at a time for a folder. The first checkpoint ever becomes `active` and `floor`, the version
-        that is never pruned and always available for a roll-back. An alias that was set stays, even if its file is damaged.
+        that is never pruned and always available for a roll-back. An alias that was set stays, even if it is damaged.
 
         Args:
             user: the engine's; None, unknown, may read nothing.
@@ -123,7 +123,7 @@ class Drafters:
         return self.registry.generation
 
     def alias(self, name: str) -> str:
-        # Lenient: one damaged alias file must not block the others.
+        # Lenient: one damaged alias must not block the others.
         return self.registry.aliases().get(name) or ""
 
     def aliases(self) -> dict[str, str | None]:
@@ -261,7 +261,7 @@ class Drafters:
             )
 
     def move(self, changes: dict[str, str | None]) -> None:
-        """Move aliases, in order. Raises StoreError if the disk refuses."""
+        """Move aliases, in order, and sync nothing: the lock may be held. Raises StoreError if the disk refuses."""
         try:
             self.registry.set_aliases(changes)
         except RegistryConflictError as error:

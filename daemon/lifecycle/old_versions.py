@@ -59,8 +59,9 @@ class OldVersions:
             self._before.setdefault(row["engine_id"], set()).add(row["version"])
 
     def remove(self) -> None:
-        """Prune under the lock, so that no use of a version begins meanwhile; remove the files without it."""
+        """Prune under the lock, so that no use of a version begins meanwhile; sync, and remove the files, without it."""
         try:
+            self._drafters.registry.sync_aliases()
             if self._keep:
                 with self._lock:
                     pruned = self._drafters.registry.prune(self._keep, self._in_use())
@@ -68,7 +69,7 @@ class OldVersions:
                     log.info("old drafter versions removed", versions=pruned, kept=self._keep)
             self._drafters.registry.sweep()
         except RegistryError as error:
-            log.error("old drafter versions can't be removed", error=str(error))
+            log.error("aliases can't be synced, or old drafter versions can't be removed", error=str(error))
 
     def _in_use(self) -> set[str]:
         """Versions that engines run, came with or are about to run, and versions of running operations.

@@ -1,7 +1,8 @@
 """Files that exist completely or not at all, even after a crash.
 
 The order guarantees it: write under a temporary name, fsync the file, rename, fsync the folder. A rename is atomic for readers.
-On disk it can't overtake the data, because that was forced out first.
+On disk it can't overtake the data, because that was forced out first. A symbolic link has no data: file systems keep its text
+with its name, so that it is whole without a sync.
 """
 
 from __future__ import annotations
@@ -45,6 +46,20 @@ def replace_file(path: Path, data: bytes, mode: int = 0o640) -> None:
         temporary.unlink(missing_ok=True)
         raise
     fsync_path(path.parent)
+
+
+def replace_link(path: Path, text: str) -> None:
+    """Make a symbolic link of a short `text`, or change it: a reader, or a crash, sees the old text or the new.
+
+    It syncs nothing, so a crash of the machine may bring the old text back until `fsync_path` of the folder.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary.symlink_to(text)
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def make_folder(path: Path, mode: int = 0o750) -> None:

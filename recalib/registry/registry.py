@@ -1,13 +1,14 @@
 """Drafter versions on disk: immutable folders, and four names (aliases) that point at them.
 
     versions/v0007-1a2b3c4d/{model.safetensors,config.json,manifest.json}
-    aliases/active                 "v0007-1a2b3c4d 12\\n": the version, and the generation of this change
+    aliases/active                 -> "v0007-1a2b3c4d 12", a link to nowhere: the version, and the generation of this change
     .reserve                       room for a change of aliases when the disk is full: a bad version must still be left
 
 These guarantees hold even if a process is killed between any two instructions, and with several processes. A version exists
-completely or not at all and never changes. An alias is one file, replaced atomically, so there is always exactly one `active`
-(none before the first). `generation` grows with every alias change. A damaged version or alias never makes the others
-unreadable. Writers take the registry's lock; readers take none.
+completely or not at all and never changes. An alias is one symbolic link, replaced atomically, so there is always exactly one
+`active` (none before the first). `generation` grows with every alias change. A damaged version or alias never makes the others
+unreadable. Readers take no lock. Writers of versions take one, writers of aliases another, under which nothing is synced: who
+changes aliases may hold a lock that others wait for. `sync_aliases` makes the changes durable.
 
 Imports neither torch nor numpy: the daemon uses it.
 """
@@ -35,8 +36,8 @@ from honed.recalib.registry.durable import (
     locked,
     make_folder,
     open_regular,
-    read_document,
     replace_file,
+    replace_link,
     sha256_file,
 )
 from honed.recalib.registry.head_of_target import extract_head, is_head_alone
@@ -61,11 +62,12 @@ __all__ = ["ALIASES", "Manifest", "Registry", "RegistryConflictError", "Registry
 
 ALIASES = ("active", "candidate", "previous", "floor")
 _VERSION = re.compile(r"v(\d{4,9})-[0-9a-f]{8}")
+_ALIAS = re.compile(r"(-|v\d{4,9}-[0-9a-f]{8}) (\d+)")
 _TEMPORARY = ".tmp-"
 MAX_WEIGHTS_BYTES = 16 << 30
 """Longest checkpoint that an engine may have imported: reading it takes the time of all others' imports."""
 RESERVE_BYTES = 1 << 16
-"""Room kept for changes of aliases: a block for each, and some for the folder."""
+"""Room kept for changes of aliases: some for each link, and for the folder."""
 _CURE = "check the folder's owner and the disk's free space"
 _SET_AGAIN = dict.fromkeys(ALIASES, "it is set again: `honed promote` does that") | {
     "floor": "it is set again: remove it, and the next start of vLLM does that"
@@ -87,7 +89,8 @@ class Registry:
         """
         self.root = Path(root)
         self._versions, self._aliases, self._lock = self.root / "versions", self.root / "aliases", self.root / ".lock"
-        self._reserve = self.root / ".reserve"
+        self._alias_lock, self._reserve = self.root / ".aliases.lock", self.root / ".reserve"
+        self._synced_generation = -1
         try:
             for folder in (self.root, self._versions, self._aliases):
                 make_folder(folder)
@@ -257,19 +260,20 @@ class Registry:
     def prune(self, keep: int, spared: Collection[str] = ()) -> list[str]:
         """Remove all but the `keep` newest versions, those with an alias and those `spared`; `sweep` deletes their files.
 
-        The newest version always stays, so that its number isn't used again. Returns the removed versions.
+        The newest version always stays, so that its number isn't used again. Nothing goes while the latest change of aliases
+        isn't synced: if it is lost, an alias points at an older version. Returns the removed versions.
 
         Raises:
             RegistryError: an alias is damaged, so its version isn't known; nothing is removed then.
         """
-        with self._writing():
+        with self._writing(self._alias_lock):
+            if self.generation != self._synced_generation:
+                return []
             stays = {*map(self.alias, ALIASES), *spared}
             doomed = [f for f in self._folders()[: -max(keep, 1)] if f.name not in stays]
             for folder in doomed:
                 # Renamed, not emptied: an incomplete version must never be visible under a version's name.
                 os.rename(folder, self._versions / f"{_TEMPORARY}{secrets.token_hex(6)}")
-            if doomed:
-                fsync_path(self._versions)
         return [folder.name for folder in doomed]
 
     def sweep(self) -> None:
@@ -282,11 +286,11 @@ class Registry:
     # --- aliases ------------------------------------------------------------------------------------------------------
 
     def alias(self, name: str) -> str | None:
-        """Return the version that an alias points at, None if there is none. Raises RegistryError for a damaged alias file."""
+        """Return the version that an alias points at, None if there is none. Raises RegistryError for a damaged alias."""
         return self._read_alias(name)[0]
 
     def aliases(self) -> dict[str, str | None]:
-        """Return all aliases; one with a damaged file counts as pointing nowhere."""
+        """Return all aliases; a damaged one counts as pointing nowhere."""
         return {name: self._read_alias_leniently(name)[0] for name in ALIASES}
 
     @property
@@ -297,8 +301,9 @@ class Registry:
     def set_aliases(self, changes: Mapping[str, str | None], *, expected_generation: int | None = None) -> int:
         """Change several aliases under one lock, in the mapping's order; returns the new generation.
 
-        A crash may leave only the first of them done. In the order {"previous": old, "active": new, "candidate": None}
-        the state is sound after each.
+        All processes see the change at once. A crash may leave only the first of them done. In the order
+        {"previous": old, "active": new, "candidate": None} the state is sound after each. Until `sync_aliases`, a crash of
+        the whole machine may undo the change.
 
         Args:
             changes: alias -> the version that it is to point at; None: at nothing.
@@ -310,7 +315,7 @@ class Registry:
         """
         for wanted in filter(None, changes.values()):
             self.get(wanted)
-        with self._writing():
+        with self._writing(self._alias_lock):
             generation = self.generation
             if expected_generation not in (None, generation):
                 raise RegistryConflictError(f"the registry is at generation {generation}, not {expected_generation}")
@@ -318,19 +323,32 @@ class Registry:
                 if version is not None:
                     self.path(version)  # not pruned meanwhile
                 generation += 1
-                self._replace(self._alias_path(name), f"{version or '-'} {generation}\n".encode())
+                self._replace(self._alias_path(name), f"{version or '-'} {generation}")
             self._keep_reserve()
         return generation
 
-    def _replace(self, path: Path, data: bytes) -> None:
-        """Replace a small file, on a full disk too."""
+    def sync_aliases(self) -> None:
+        """Force the aliases to the disk if they changed since the last call. Raises RegistryError.
+
+        It may take many seconds, so don't call it with a lock that others wait for.
+        """
+        generation = self.generation
+        if generation != self._synced_generation:
+            try:
+                fsync_path(self._aliases)
+            except OSError as error:
+                raise RegistryError(f"registry {self.root} can't be written ({error}); {_CURE}") from error
+            self._synced_generation = generation
+
+    def _replace(self, path: Path, text: str) -> None:
+        """Replace an alias, on a full disk too."""
         try:
-            replace_file(path, data)
+            replace_link(path, text)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             self._reserve.unlink(missing_ok=True)
-            replace_file(path, data)
+            replace_link(path, text)
 
     def _keep_reserve(self) -> None:
         """Take the reserve, unless it is there or the disk is full."""
@@ -345,16 +363,16 @@ class Registry:
     def _read_alias(self, name: str) -> tuple[str | None, int]:
         path = self._alias_path(name)
         try:
-            version, generation = read_document(path, 256).decode().split()
-            if version != "-" and not _VERSION.fullmatch(version):
-                raise ValueError
-            return (None if version == "-" else version), int(generation)
+            text = os.readlink(path)
         except FileNotFoundError:
             return None, 0
         except OSError as error:
-            raise RegistryError(f"{path} can't be read ({error.strerror or error}); {_CURE}") from error
-        except ValueError as error:
-            raise RegistryError(f"{path} is damaged, and no old version is removed until {_SET_AGAIN[name]}") from error
+            if error.errno != errno.EINVAL:
+                raise RegistryError(f"{path} can't be read ({error.strerror}); {_CURE}") from error
+            text = ""  # something else has taken its place
+        if (found := _ALIAS.fullmatch(text)) is None:
+            raise RegistryError(f"{path} is damaged, and no old version is removed until {_SET_AGAIN[name]}")
+        return (None if found[1] == "-" else found[1]), int(found[2])
 
     def _read_alias_leniently(self, name: str) -> tuple[str | None, int]:
         try:
@@ -371,7 +389,7 @@ class Registry:
 
     def _publish(self, folder: Path, draft: Manifest, is_unique: bool) -> Manifest:
         """Number a finished folder, add its manifest and rename it to its place, unless it must be unique and isn't."""
-        with self._writing():
+        with self._writing(self._lock):
             files = draft.sha256, draft.config_sha256
             if is_unique and (known := self._known(*files, draft.target_path, draft.target_sha256)) is not None:
                 return known
@@ -384,10 +402,10 @@ class Registry:
         return manifest
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Hold the registry's lock; a failing disk becomes a RegistryError."""
+    def _writing(self, lock: Path) -> Iterator[None]:
+        """Hold one of the registry's locks; a failing disk becomes a RegistryError."""
         try:
-            with locked(self._lock):
+            with locked(lock):
                 yield
         except OSError as error:
             raise RegistryError(f"registry {self.root} can't be written ({error}); {_CURE}") from error
@@ -397,7 +415,7 @@ class Registry:
         """Make a folder to write a version into; our lock on it shows others that it is in use."""
         folder, fd = self._versions / f"{_TEMPORARY}{secrets.token_hex(6)}", -1
         try:
-            with self._writing():  # the search for leftovers takes the same lock: a new folder is never unlocked
+            with self._writing(self._lock):  # the search for leftovers takes the same lock: a new folder is never unlocked
                 folder.mkdir()
                 folder.chmod(0o750 | folder.stat().st_mode & 0o2000)
                 fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -411,9 +429,11 @@ class Registry:
                 os.close(fd)
 
     def _remove_leftovers(self) -> None:
-        """Remove unfinished folders whose writer is dead, and alias files that were never renamed."""
+        """Remove unfinished folders whose writer is dead, and aliases that were never renamed."""
         with locked(self._lock):
-            for folder in self._versions.glob(f"{_TEMPORARY}*"):
+            if folders := list(self._versions.glob(f"{_TEMPORARY}*")):
+                fsync_path(self._versions)  # no version of this name may come back without its files
+            for folder in folders:
                 fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -423,6 +443,7 @@ class Registry:
                     shutil.rmtree(folder, ignore_errors=True)
                 finally:
                     os.close(fd)
+        with locked(self._alias_lock):
             for path in self._aliases.glob(".*"):
                 path.unlink(missing_ok=True)
 

@@ -31,7 +31,7 @@ DYING = Path(__file__).with_name("dying.py")
 DAEMON_STEPS = [
     # The trainer has saved; the candidate gets its alias.
     ("honed.daemon.lifecycle.lifecycle.Lifecycle.try_out", "before", 1),
-    ("honed.recalib.registry.registry.replace_file", "before", 1),
+    ("honed.recalib.registry.registry.replace_link", "before", 1),
     # The trial begins.
     ("honed.daemon.store.canary_tables.save", "before", 1),
     ("honed.daemon.store.canary_tables.save", "after", 1),
@@ -42,8 +42,8 @@ DAEMON_STEPS = [
     ("honed.daemon.store.canary_tables.save_points", "after", 2),
     # The verdict: aliases previous, active, candidate; then the engines; then it is written down.
     ("honed.daemon.lifecycle.lifecycle.Lifecycle._make_active", "before", 1),
-    ("honed.recalib.registry.registry.replace_file", "after", 2),
-    ("honed.recalib.registry.registry.replace_file", "after", 3),
+    ("honed.recalib.registry.registry.replace_link", "after", 2),
+    ("honed.recalib.registry.registry.replace_link", "after", 3),
     ("honed.daemon.lifecycle.lifecycle.Lifecycle._send_home", "before", 1),
     ("honed.daemon.lifecycle.lifecycle.Lifecycle._send_home", "after", 1),
 ]

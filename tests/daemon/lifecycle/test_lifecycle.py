@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -658,7 +659,9 @@ def test_an_alias_of_a_removed_version_is_named_and_a_roll_back_goes_past_it(sta
 def test_a_damaged_active_alias_is_named_and_a_promotion_sets_it_again(stage: Stage) -> None:
     trained, other = stage.version(1.0), stage.version(2.0)
     stage.promote(trained)
-    (stage.service.drafters.registry.root / "aliases" / "active").write_bytes(b"")
+    alias = stage.service.drafters.registry.root / "aliases" / "active"
+    alias.unlink()
+    alias.write_bytes(b"")
     status = stage.client.get("/v1/status").json()
     assert list(status["drafter_problems"]) == ["active"]
     (found,) = [one for one in findings(status) if "active" in one.text]
@@ -724,7 +727,7 @@ def test_a_registry_that_cannot_be_written_is_storage_that_is_unavailable(
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("honed.recalib.registry.registry.replace_file", refuse)
+    monkeypatch.setattr("honed.recalib.registry.registry.replace_link", refuse)
     answer = stage.client.post("/v1/drafters:rollback")
     assert (answer.status_code, answer.json()["title"]) == (503, "Storage unavailable")
     assert "disk" in answer.json()["cure"]
@@ -738,20 +741,64 @@ def test_what_is_damaged_is_not_promoted(stage: Stage) -> None:
     assert answer.headers["content-type"] == "application/problem+json"
 
 
+def is_free(lock: threading.RLock) -> bool:  # type: ignore[valid-type]
+    """True if another thread can take a lock that this one may hold."""
+    found = []
+
+    def look() -> None:
+        found.append(lock.acquire(timeout=5.0))  # type: ignore[attr-defined]
+        if found[0]:
+            lock.release()  # type: ignore[attr-defined]
+
+    other = threading.Thread(target=look)
+    other.start()
+    other.join()
+    return found[0]
+
+
+@pytest.mark.fault("aliases that are synced while everyone waits")
+def test_nobody_waits_while_aliases_are_synced(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a loaded disk each of six syncs took a second, and the router, the ticker and the API waited for them all."""
+    version = stage.version(1.0)
+    fsync, aliases, was_free = os.fsync, stage.service.drafters.registry.root / "aliases", []
+
+    def sync(fd: int) -> None:
+        was_free.append((os.readlink(f"/proc/self/fd/{fd}"), is_free(stage.service.lock)))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    stage.promote(version)
+    wait_for(lambda: str(aliases) in dict(was_free), "the sync after the promotion")
+    was_free.clear()
+    assert stage.client.post("/v1/drafters:rollback").status_code == 202
+    wait_for(lambda: str(aliases) in dict(was_free), "the sync after the roll-back")
+    assert all(free for _, free in was_free), was_free
+
+
+def test_aliases_are_on_the_disk_before_what_is_written_about_them(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a crash of the machine could leave a verdict on a version that is active still."""
+    stage.promote(stage.version(1.0))
+    registry, store, seen = stage.service.drafters.registry, stage.service.store, []
+    sync_aliases = registry.sync_aliases
+
+    def sync() -> None:
+        if threading.current_thread().name == "honed-writer":
+            seen.append((registry.alias("active"), store.read("SELECT * FROM marks WHERE kind = 'rollback'")))
+        sync_aliases()
+
+    monkeypatch.setattr(registry, "sync_aliases", sync)
+    assert stage.client.post("/v1/drafters:rollback").status_code == 202
+    wait_for(lambda: store.read("SELECT * FROM marks WHERE kind = 'rollback'"), "the mark")
+    assert seen == [(stage.first, [])]
+
+
 def test_nobody_waits_while_a_versions_files_are_read(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    verify, lock, was_free = stage.service.drafters.registry.verify, stage.service.lock, []
+    verify, was_free = stage.service.drafters.registry.verify, []
 
     def verify_slowly(version: str) -> Manifest:
         """As of a large file: others must get at the lock meanwhile."""
-
-        def look() -> None:
-            if lock.acquire(timeout=5.0):
-                was_free.append(version)
-                lock.release()
-
-        other = threading.Thread(target=look)
-        other.start()
-        other.join()
+        if is_free(stage.service.lock):
+            was_free.append(version)
         return verify(version)
 
     monkeypatch.setattr(stage.service.drafters.registry, "verify", verify_slowly)

@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from honed.recalib.registry.access import User
+from honed.recalib.registry.durable import replace_file
 from honed.recalib.registry.manifest import Figures, is_for_target
 from honed.recalib.registry.registry import Manifest, Registry, RegistryConflictError, RegistryError
 from honed.recalib.registry.target_digest import digest_of_target, stamp_of_target
@@ -412,10 +413,12 @@ def test_verify_finds_changed_bytes_of_equal_length(registry):
     registry.verify(version)
 
 
-def test_damaged_alias_file_points_nowhere_and_can_be_set_anew(registry):
+def test_damaged_alias_points_nowhere_and_can_be_set_anew(registry):
     version = registry.create(checkpoint(1)).version
     registry.set_aliases({"active": version})
-    (registry.root / "aliases" / "active").write_text("../../evil 7")
+    alias = registry.root / "aliases" / "active"
+    alias.unlink()
+    alias.symlink_to("../../evil 7")
     assert registry.aliases()["active"] is None
     with pytest.raises(RegistryError, match="damaged"):
         registry.alias("active")
@@ -423,9 +426,28 @@ def test_damaged_alias_file_points_nowhere_and_can_be_set_anew(registry):
     assert registry.alias("active") == version
 
 
+@pytest.mark.fault("aliases that are synced while everyone waits")
+def test_aliases_wait_for_no_version_that_is_published(registry, monkeypatch):
+    """Who changes them may hold up others, and a publication waits for the disk."""
+    version, ended = registry.create(checkpoint(1)).version, []
+
+    def replace(*arguments):
+        other = threading.Thread(target=lambda: registry.set_aliases({"active": version}), daemon=True)
+        other.start()
+        other.join(10.0)
+        ended.append(not other.is_alive())
+        replace_file(*arguments)
+
+    monkeypatch.setattr("honed.recalib.registry.registry.replace_file", replace)
+    registry.create(checkpoint(2))
+    assert ended == [True]
+
+
 def test_prune_keeps_the_newest_and_whatever_has_a_name(registry):
     versions = [registry.create(checkpoint(i)).version for i in range(6)]
     registry.set_aliases({"floor": versions[0], "active": versions[2]})
+    assert registry.prune(keep=2) == [], "a crash may undo what isn't synced"
+    registry.sync_aliases()
     assert registry.prune(keep=2) == [versions[1], versions[3]]
     assert [m.version for m in registry.versions()] == [versions[0], versions[2], *versions[4:]]
     registry.prune(keep=0, spared=[versions[4]])
@@ -472,6 +494,7 @@ while True:
     i += 1
     version = registry.create(checkpoint(i % 65536, 4096)).version
     registry.set_aliases({"previous": registry.alias("active"), "active": version, "candidate": None})
+    registry.sync_aliases()
     registry.prune(keep=3)
     registry.sweep()
 """
@@ -507,7 +530,9 @@ def test_kill_at_any_moment_leaves_whole_versions_and_one_active(tmp_path):
 
 def test_only_its_own_user_can_hold_the_lock(registry):
     registry.create(checkpoint(1), target_path="t")
-    assert stat.S_IMODE((registry.root / ".lock").stat().st_mode) == 0o600
+    registry.set_aliases({"active": None})
+    for name in (".lock", ".aliases.lock"):
+        assert stat.S_IMODE((registry.root / name).stat().st_mode) == 0o600
 
 
 FULL_DISK = """
