@@ -111,6 +111,7 @@ FAULTS = (
     "a sparse ring that claims gigabytes",
     "a checkpoint that its engine's user can't read",
     "ever new checkpoints that fill the disk",
+    "sums of rounds that fill the disk",
     "odd figures in a peer's manifest",
     "escape sequences in text of others",
     "a terminal that isn't UTF-8",

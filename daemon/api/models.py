@@ -189,6 +189,8 @@ class StatusView(BaseModel):
     """Age of the oldest job in the background, and what it touches."""
     log: dict[str, int | float | str]
     """Failed writes of the daemon's log."""
+    cut_sums: dict[str, float]
+    """Resolutions whose sums `store.max_rollup_bytes` keeps for less than their age, and the seconds that they go back."""
     operation: OperationView | None
     canary: dict[str, Any] | None
     """The running trial of a drafter version: serving version, evidence so far."""

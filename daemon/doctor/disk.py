@@ -14,10 +14,10 @@ from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.config.memory import in_words, state_bytes, version_bytes
 
 FREE_BYTES = 1 << 30
-"""Free space beside all else: the write-ahead log, sums of events. A training's state leaves it too."""
+"""Free space beside all else: the write-ahead log. A training's state leaves it too."""
 OTHERS = 3
 """Versions kept beside the newest: active, previous and floor."""
-CURE = "Free disk space, or lower store.max_raw_bytes or registry.keep_versions."
+CURE = "Free disk space, or lower store.max_raw_bytes, store.max_rollup_bytes or registry.keep_versions."
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Growth:
     """Bytes that honed may still write, by purpose."""
 
     events: int
+    """Raw batches and sums."""
     versions: int = 0
     training: int = 0
     """A training's saved state, and the one that replaces it; samples on disk."""
@@ -48,7 +49,7 @@ def growth(settings: Settings, config: DrafterConfig | None, *, has_trainer: boo
         has_trainer: whether a training may run. Without one, versions come only from a shared registry.
     """
     paths, trainer = settings.paths, settings.trainer_settings()
-    events = max(0, settings.store.max_raw_bytes - _size(paths.database))
+    events = max(0, settings.store.max_raw_bytes + settings.store.max_rollup_bytes - _size(paths.database))
     if not has_trainer and not settings.registry.url:
         return Growth(events)
     config = config or TYPICAL

@@ -16,7 +16,6 @@ import msgspec
 
 from honed.daemon.page import weights
 from honed.daemon.service import Service
-from honed.daemon.settings.sections import StoreSettings
 from honed.daemon.store.rollups import POSITION_SUMS, SUMS, Counts
 from honed.daemon.store.store import Store
 from honed.daemon.views import views
@@ -101,7 +100,7 @@ class PageDocuments:
 
 def document(service: Service, name: str) -> Document:
     """All data of the page. Raises StoreError."""
-    window = kept_window(WINDOWS[name], service.settings.store)
+    window = kept_window(WINDOWS[name], service.store)
     until = int(service.clock()) // window.step_s * window.step_s + window.step_s
     times = list(range(until - window.span_s, until, window.step_s))
     status = views.status(service)
@@ -132,9 +131,9 @@ def document(service: Service, name: str) -> Document:
     }
 
 
-def kept_window(window: Window, settings: StoreSettings) -> Window:
+def kept_window(window: Window, store: Store) -> Window:
     """The window with a resolution that is kept for so long; if that is coarser than its steps, these are as long."""
-    resolution_s = settings.finest_kept(window.span_s, window.resolution_s)
+    resolution_s = store.finest_kept(window.span_s, window.resolution_s)
     if resolution_s <= window.step_s:
         return replace(window, resolution_s=resolution_s)
     return Window(window.span_s + resolution_s, resolution_s, resolution_s)

@@ -133,6 +133,8 @@ class StoreSettings(Section):
     """Size limit of compressed raw batches; the oldest are deleted first."""
     max_raw_age_s: float = 7 * 86400.0
     """Age up to which raw batches are kept."""
+    max_rollup_bytes: int = 2 << 30
+    """Size limit of all sums together, about; the finest and oldest are deleted first."""
     max_age_1s_s: float = 6 * 3600.0
     """Age up to which sums by second are kept."""
     max_age_1min_s: float = 30 * 86400.0
@@ -147,18 +149,14 @@ class StoreSettings(Section):
     commit_interval_s: float = 0.05
     """Time for which the writer gathers batches for one commit; many end it early."""
 
-    def finest_kept(self, span_s: float, finest_s: int) -> int:
-        """Resolution in seconds of the sums to read for a time that goes back `span_s`.
-
-        It is the finest one from `finest_s` on that is kept for so long, else the one that is kept longest.
-        """
+    @property
+    def max_rollup_age_s(self) -> dict[int, float]:
+        """Ages up to which sums are kept, by resolution in seconds."""
         ages = {1: self.max_age_1s_s, 60: self.max_age_1min_s, 3600: self.max_age_1h_s}
-        kept = {resolution: age_s or math.inf for resolution, age_s in ages.items()}
-        long_enough = [resolution for resolution in kept if resolution >= finest_s and kept[resolution] >= span_s]
-        return long_enough[0] if long_enough else max(kept, key=lambda resolution: (kept[resolution], resolution))
+        return {resolution: age_s or math.inf for resolution, age_s in ages.items()}
 
     RANGES: ClassVar[Ranges] = {
-        "max_raw_bytes": Range(0),
+        **dict.fromkeys(("max_raw_bytes", "max_rollup_bytes"), Range(0)),
         **dict.fromkeys(("max_raw_age_s", "max_age_1s_s", "max_age_1min_s", "max_age_1h_s"), Range(0, 1e10)),
         "queue_bytes": Range(1 << 20),
         "commit_interval_s": Range(0, 5),

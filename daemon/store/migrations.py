@@ -16,9 +16,15 @@ from honed.daemon.errors import StartError
 
 migrations = Migrations("honed")
 
+_ROLLUP_BYTES = """(50 + 6 * (
+    2 * octet_length(row.engine_id || row.workload || row.drafter_version) + octet_length(
+      row.drafted_by_position || row.tried_by_position || row.accepted_by_position || row.beyond_by_position)) / 5)"""
+"""Bytes that a roll-up takes on disk, about: its names twice, for the index, and a fifth for what pages leave empty."""
+
 SCHEMA_1 = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value NUMERIC NOT NULL) WITHOUT ROWID;
 INSERT INTO meta VALUES ('raw_bytes', 0);    -- sum of batches.frame_bytes, kept by every insert and delete
+INSERT INTO meta VALUES ('rollup_bytes', 0); -- that the roll-ups and their index take, about; triggers keep it
 
 CREATE TABLE boots (
   engine_id TEXT NOT NULL, boot_id TEXT NOT NULL,
@@ -77,6 +83,15 @@ CREATE TABLE rollups (
   PRIMARY KEY (resolution_s, bucket_s, engine_id, workload, drafter_version)
 ) WITHOUT ROWID;
 CREATE INDEX rollups_by_age ON rollups (resolution_s, stored_s);
+CREATE TRIGGER rollups_insert AFTER INSERT ON rollups BEGIN
+  UPDATE meta SET value = value + {new_bytes} WHERE key = 'rollup_bytes';
+END;
+CREATE TRIGGER rollups_update AFTER UPDATE ON rollups WHEN {new_bytes} <> {old_bytes} BEGIN
+  UPDATE meta SET value = value + {new_bytes} - {old_bytes} WHERE key = 'rollup_bytes';
+END;
+CREATE TRIGGER rollups_delete AFTER DELETE ON rollups BEGIN
+  UPDATE meta SET value = value - {old_bytes} WHERE key = 'rollup_bytes';
+END;
 
 CREATE TABLE operations (
   operation_id TEXT PRIMARY KEY, kind TEXT NOT NULL, state TEXT NOT NULL, stage TEXT NOT NULL,
@@ -120,7 +135,7 @@ CREATE TABLE canary_points (                 -- evidence after each pair of wind
   change REAL NOT NULL,
   PRIMARY KEY (operation_id, pairs, workload)
 ) WITHOUT ROWID;
-"""
+""".replace("{new_bytes}", _ROLLUP_BYTES.replace("row", "NEW")).replace("{old_bytes}", _ROLLUP_BYTES.replace("row", "OLD"))
 
 
 @migrations()  # type: ignore[untyped-decorator]

@@ -1,7 +1,8 @@
-"""Deletion in small rounds: raw batches by bytes and age, roll-ups by age; free pages go back to the file system."""
+"""Deletion in small rounds: raw batches and roll-ups by bytes and age; free pages go back to the file system."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,12 @@ from sqlite_utils import Database
 from honed.daemon.settings.sections import StoreSettings
 from honed.daemon.store.age import AgeClock
 from honed.daemon.store.batch_tables import ADD_RAW_BYTES
+from honed.daemon.store.rollups import RESOLUTIONS_S
 
 BATCHES_PER_ROUND = 2000
 ROLLUPS_PER_ROUND = 20_000
+ROLLUPS_AT_ONCE = 1000
+"""Roll-ups that are deleted by size before the size is looked at again."""
 PAGES_PER_ROUND = 2000
 EVERY_S = 10.0
 SOON_S = 0.5
@@ -24,11 +28,18 @@ _DELETE_SILENT_BOOTS = """
 DELETE FROM boots WHERE batches = 0 AND last_seen_unix_ns <
   (SELECT last_seen_unix_ns FROM boots WHERE batches = 0 ORDER BY last_seen_unix_ns DESC LIMIT 1 OFFSET ?)
 """
+SPARED_S = {1: 660, 60: 25 * 3600, 3600: 31 * 86_400}
+"""Age up to which sums of a resolution are spared, as views read 10 minutes of seconds and a day of minutes: younger ones go by
+size only when no others are left."""
 _DELETE_ROLLUPS = """
 DELETE FROM rollups WHERE (resolution_s, bucket_s, engine_id, workload, drafter_version) IN (
   SELECT resolution_s, bucket_s, engine_id, workload, drafter_version FROM rollups
   WHERE resolution_s = ? AND stored_s < ? ORDER BY stored_s LIMIT ?)
+RETURNING stored_s
 """
+ROLLUP_BYTES = "SELECT value FROM meta WHERE key = 'rollup_bytes'"
+_CUT = "rollups_cut_"
+CUTS = f"SELECT key, value FROM meta WHERE key LIKE '{_CUT}%'"
 
 
 class Pruning:
@@ -78,12 +89,41 @@ def apply_deletions(db: Database, settings: StoreSettings, now_s: float) -> bool
         now_s: of the AgeClock.
     """
     db.conn.execute(_DELETE_SILENT_BOOTS, (MOST_SILENT_BOOTS,))
-    ages = {1: settings.max_age_1s_s, 60: settings.max_age_1min_s, 3600: settings.max_age_1h_s}
     room = ROLLUPS_PER_ROUND
-    for resolution, age_s in ages.items():
-        if age_s:
-            room -= db.conn.execute(_DELETE_ROLLUPS, (resolution, int(now_s - age_s), room)).rowcount
+    for resolution, age_s in settings.max_rollup_age_s.items():
+        if age_s < math.inf:
+            room -= len(_delete_rollups(db, resolution, now_s - age_s, room))
+    if settings.max_rollup_bytes:
+        room -= _delete_excess_rollups(db, settings.max_rollup_bytes, now_s, room)
     return _delete_batches(db, settings, now_s) == BATCHES_PER_ROUND or room == 0
+
+
+def _delete_rollups(db: Database, resolution: int, before_s: float, most: int) -> list[int]:
+    """Delete the oldest of a resolution. Returns when each was stored, on the clock that ages are counted on."""
+    return [row[0] for row in db.conn.execute(_DELETE_ROLLUPS, (resolution, int(before_s), most)).fetchall()]
+
+
+def _delete_excess_rollups(db: Database, max_bytes: int, now_s: float, most: int) -> int:
+    """Delete the finest and oldest while all together are too large, and note how far back they went. Returns their number."""
+    count = 0
+    for spared_s in (SPARED_S, dict.fromkeys(RESOLUTIONS_S, 0)):
+        for resolution in RESOLUTIONS_S:
+            while rollup_bytes(db) > max_bytes and count < most:
+                at_once = min(ROLLUPS_AT_ONCE, most - count)
+                if not (gone := _delete_rollups(db, resolution, now_s - spared_s[resolution], at_once)):
+                    break
+                count += len(gone)
+                db.conn.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"{_CUT}{resolution}", max(gone) + resolution))
+    return count
+
+
+def cut_at_s(rows: list[dict[str, Any]]) -> dict[int, float]:
+    """Since when the sums of each resolution that were deleted by size are whole, on the clock that ages are counted on.
+
+    Args:
+        rows: of the query CUTS.
+    """
+    return {int(row["key"].removeprefix(_CUT)): row["value"] for row in rows}
 
 
 def _delete_batches(db: Database, settings: StoreSettings, now_s: float) -> int:
@@ -105,3 +145,8 @@ def _delete_batches(db: Database, settings: StoreSettings, now_s: float) -> int:
 def raw_bytes(db: Database) -> int:
     """Compressed bytes of the stored raw batches."""
     return int(db.conn.execute("SELECT value FROM meta WHERE key = 'raw_bytes'").fetchone()[0])
+
+
+def rollup_bytes(db: Database) -> int:
+    """Bytes that the roll-ups take on disk, about."""
+    return int(db.conn.execute(ROLLUP_BYTES).fetchone()[0])

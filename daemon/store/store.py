@@ -25,7 +25,7 @@ from sqlite_utils import Database
 
 from honed.daemon.errors import StartError, StoreError
 from honed.daemon.settings.sections import StoreSettings
-from honed.daemon.store import batch_tables
+from honed.daemon.store import batch_tables, pruning
 from honed.daemon.store.age import AgeClock, uptime_s
 from honed.daemon.store.batch_tables import StoredBatch
 from honed.daemon.store.database import DatabaseFiles, Reader, check_sqlite_version, connect, why_not
@@ -135,6 +135,11 @@ class Store:
         return len(self._batches) + len(self._group)
 
     @property
+    def rollup_bytes(self) -> int:
+        """Bytes that the sums take on disk, about. Raises StoreError."""
+        return int(self.read(pruning.ROLLUP_BYTES)[0]["value"])
+
+    @property
     def size_bytes(self) -> int:
         """Size of database and log on disk."""
         total = 0
@@ -212,6 +217,22 @@ class Store:
         except sqlite3.Error as error:
             self.note_error(error)
             raise StoreError(f"database: {error}") from error
+
+    def finest_kept(self, span_s: float, finest_s: int) -> int:
+        """Resolution in seconds of the sums to read for a time that goes back `span_s`.
+
+        It is the finest one from `finest_s` on that is kept for so long, else the one that is kept longest. Raises StoreError.
+        """
+        kept = self._settings.max_rollup_age_s
+        kept |= {resolution: min(kept[resolution], cut_s) for resolution, cut_s in self.cuts_s().items()}
+        long_enough = [resolution for resolution in kept if resolution >= finest_s and kept[resolution] >= span_s]
+        return long_enough[0] if long_enough else max(kept, key=lambda resolution: (kept[resolution], resolution))
+
+    def cuts_s(self) -> dict[int, float]:
+        """Resolutions in seconds that `max_rollup_bytes` cut, and the seconds that their sums go back. Raises StoreError."""
+        now_s, kept = self._age.now_s(), self._settings.max_rollup_age_s
+        back = {resolution: now_s - cut_at_s for resolution, cut_at_s in pruning.cut_at_s(self.read(pruning.CUTS)).items()}
+        return {resolution: max(back_s, 0.0) for resolution, back_s in back.items() if back_s < kept[resolution]}
 
     def note_error(self, error: BaseException) -> None:
         self.errors += 1

@@ -90,6 +90,10 @@ def _of_events(status: dict[str, Any]) -> Iterator[Finding]:
     if pooled := events.get("pooled_rounds"):
         text = f"the metrics count {pooled:,} rounds as workload {OTHER_WORKLOAD!r}: too many engines, workloads and versions"
         yield Finding("warning", text, "`honed workloads` has them apart. " + FEWER_LABELS)
+    if cuts := status.get("cut_sums"):
+        kept = ", ".join(f"{name} for {_span(back_s)}" for name, back_s in cuts.items())
+        cure = "Raise store.max_rollup_bytes, or shorten store.max_age_1s_s and its like. Fewer workload labels take less."
+        yield Finding("warning", f"store.max_rollup_bytes is reached, so sums are kept for less than their age: {kept}", cure)
     if (lag := events.get("lag_s") or 0.0) > LAG_S and _was_lately(events.get("batch_age_s")):
         yield Finding("warning", f"events are {lag:.1f} s old when they are stored")
 
@@ -133,6 +137,11 @@ def _of_drafters(status: dict[str, Any]) -> Iterator[Finding]:
             yield Finding("error", text, "`honed rollback` goes back to a whole version, `honed promote VERSION` to any other.")
         else:
             yield Finding("warning", text, "`honed rollback` goes past it, and `honed drafters` lists the versions.")
+
+
+def _span(span_s: float) -> str:
+    size, unit = next((one for one in ((86400, "days"), (3600, "hours")) if span_s >= 2 * one[0]), (60, "minutes"))
+    return f"{span_s / size:.0f} {unit}"
 
 
 def _was_lately(age_s: float | None) -> bool:

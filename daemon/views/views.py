@@ -12,7 +12,6 @@ import numpy as np
 
 from honed.daemon.errors import UnknownError, there_are
 from honed.daemon.service import Service
-from honed.daemon.settings.sections import StoreSettings
 from honed.daemon.store import canary_tables
 from honed.daemon.store.rollups import POSITION_SUMS, SUMS, Counts
 from honed.daemon.store.store import Store
@@ -39,13 +38,16 @@ def acceptance(counts: Counts) -> dict[str, Any]:
 
 def status(service: Service) -> dict[str, Any]:
     """Overview of the service."""
-    recent = recent_by_engine(service.store, service.settings.store, service.clock())
+    recent = recent_by_engine(service.store, service.clock())
     last_minute = Counts()
     for counts, _ in recent.values():
         last_minute.add(counts)
     total = total_counts(service.store)
     faults = service.drafters.faults()
     oldest_job_s, oldest_job = service.oldest_job() or (0.0, "")
+    rollup_bytes = service.store.rollup_bytes
+    names = {seconds: name for name, seconds in RESOLUTIONS.items()}
+    cuts = {names[resolution]: back_s for resolution, back_s in service.store.cuts_s().items()}
     with service.lock:
         problems = service.problems
         operation = service.rollout.current
@@ -83,6 +85,7 @@ def status(service: Service) -> dict[str, Any]:
             },
             "store": {
                 "bytes": service.store.size_bytes,
+                "rollup_bytes": rollup_bytes,
                 "errors": service.store.errors,
                 "last_error": service.store.last_error,
                 "error_age_s": age_s(service.store.failed_at_s, now_s),
@@ -93,6 +96,7 @@ def status(service: Service) -> dict[str, Any]:
                 "last_error": service.log_stream.last_error,
                 "error_age_s": age_s(service.log_stream.failed_at_s, now_s),
             },
+            "cut_sums": cuts,
             "operation": operation.view() if operation is not None else None,
             "canary": trial.view() if (trial := service.rollout.trial) is not None else None,
             "drift_alarms": service.recalibrations.alarms.view(now_s),
@@ -102,7 +106,7 @@ def status(service: Service) -> dict[str, Any]:
 
 def engines(service: Service, recent: dict[str, tuple[Counts, float]] | None = None) -> list[dict[str, Any]]:
     """All engines seen since the daemon started."""
-    found = recent if recent is not None else recent_by_engine(service.store, service.settings.store, service.clock())
+    found = recent if recent is not None else recent_by_engine(service.store, service.clock())
     with service.lock:
         now_s = service.monotonic()
         documents = []
@@ -118,12 +122,12 @@ def engines(service: Service, recent: dict[str, tuple[Counts, float]] | None = N
         return documents
 
 
-def recent_by_engine(store: Store, settings: StoreSettings, now_unix_s: float) -> dict[str, tuple[Counts, float]]:
+def recent_by_engine(store: Store, now_unix_s: float) -> dict[str, tuple[Counts, float]]:
     """Each engine's rounds of the last minute, without positions, and its recent tokens per second.
 
     Where sums by second are kept for less than that, they are those since the full minute or hour before.
     """
-    now, resolution = int(now_unix_s), settings.finest_kept(RECENT_S, 1)
+    now, resolution = int(now_unix_s), store.finest_kept(RECENT_S, 1)
     since = (now - RECENT_S) // resolution * resolution
     # The present second isn't over; the last one may not be committed yet.
     rated = range(now - RATE_S - 1, now - 1) if resolution == 1 else range(since, now)
@@ -166,7 +170,7 @@ def workloads(
         believed: a result of `beliefs`, if available.
     """
     finest = 1 if 0 < window_s <= 600 else 60 if 0 < window_s <= 86400 else 3600
-    resolution = resolution_s or service.settings.store.finest_kept(window_s or math.inf, finest)
+    resolution = resolution_s or service.store.finest_kept(window_s or math.inf, finest)
     now = int(service.clock())
     since, until = (int(now - window_s) // resolution * resolution, now) if window_s else (0, 1 << 62)
     rows = service.store.scan(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pysqlite3
 import pytest
 from structlog.testing import capture_logs
@@ -505,6 +506,67 @@ def test_rollups_go_by_age_and_resolution(store: Store, clock: Clock) -> None:
     insert(store, stored(make_batch(1), clock.now), 1000.0)
     delete(store, StoreSettings(max_age_1s_s=500, max_age_1min_s=5000))
     assert {row["resolution_s"] for row in store.read("SELECT resolution_s FROM rollups")} == {60, 3600}
+
+
+def kept(store: Store) -> list[tuple[int, int]]:
+    """Resolution and age of the roll-ups, in hours, oldest first."""
+    rows = store.read("SELECT resolution_s, stored_s FROM rollups ORDER BY resolution_s, stored_s")
+    return [(row["resolution_s"], round((store._age.now_s() - row["stored_s"]) / 3600)) for row in rows]
+
+
+@pytest.mark.fault("sums of rounds that fill the disk")
+def test_the_finest_and_oldest_rollups_go_when_there_are_too_many_bytes(
+    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """62 workloads of 8 engines took 11 GB in 30 days; what the limit of bytes freed was raw batches."""
+    monkeypatch.setattr(pruning, "ROLLUPS_AT_ONCE", 1)
+    hours = (1000.0, 100.0, 1.0, 0.1)
+    for seq, age_h in enumerate(hours, start=1):
+        insert(store, stored(make_batch(seq, unix_ns=int((clock.now - age_h * 3600) * 1e9)), clock.now), age_h * 3600.0)
+    assert store.rollup_bytes > 12 * 100
+    order = []
+    while left := set(kept(store)):
+        delete(store, StoreSettings(max_rollup_bytes=store.rollup_bytes - 1, max_age_1s_s=0, max_age_1min_s=0, max_age_1h_s=0))
+        order.append(*left - set(kept(store)))
+    # What views read goes last: 10 minutes of seconds, a day of minutes, a month of hours.
+    first = [(1, 1000), (1, 100), (1, 1), (60, 1000), (60, 100), (3600, 1000)]
+    assert order == [*first, (1, 0), (60, 1), (60, 0), (3600, 100), (3600, 1), (3600, 0)]
+    assert store.rollup_bytes == 0
+
+
+@pytest.mark.fault("sums of rounds that fill the disk")
+def test_sums_that_went_by_size_are_read_at_the_next_resolution(store: Store, clock: Clock) -> None:
+    insert(store, stored(make_batch(1), clock.now), 3600.0)
+    assert store.finest_kept(5000.0, 1) == 1
+    delete(store, StoreSettings(max_rollup_bytes=store.rollup_bytes - 1))
+    assert store.cuts_s() == {1: pytest.approx(3599.0, abs=20.0)}
+    assert [store.finest_kept(span_s, 1) for span_s in (3500.0, 5000.0)] == [1, 60]
+
+
+@pytest.mark.fault("sums of rounds that fill the disk")
+@pytest.mark.parametrize("num_drafts", [3, 15])
+def test_bytes_of_rollups_are_about_what_the_disk_has(store: Store, clock: Clock, num_drafts: int) -> None:
+    for second in range(60):
+        workloads = [f"workload-{number}" for number in range(40)]
+        batch = make_batch(second + 1, rounds=40, drafted=[num_drafts] * 40, unix_ns=int((clock.now + second) * 1e9))
+        rounds = msgspec.structs.replace(batch.rounds, workload=list(range(40)))
+        put(store, stored(msgspec.structs.replace(batch, workloads=workloads, rounds=rounds), clock.now + second))
+    (sizes,) = store.read("SELECT page_count * page_size AS n FROM pragma_page_count, pragma_page_size")
+    assert store.rollup_bytes == pytest.approx(sizes["n"] - store.write(pruning.raw_bytes) - 100_000, rel=0.25)
+
+
+@pytest.mark.fault("sums of rounds that fill the disk")
+def test_too_many_rollups_go_round_after_round(store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pruning, "ROLLUPS_PER_ROUND", 2)
+    for seq in range(1, 6):
+        insert(store, stored(make_batch(seq, unix_ns=int((clock.now - seq) * 1e9)), clock.now), 1000.0)
+    passes = Pruning(StoreSettings(max_rollup_bytes=1), store._age, clock)
+    rest = []
+    for _ in range(4):
+        store.write(passes.run)
+        rest.append((store.read("SELECT count(*) AS n FROM rollups")[0]["n"], passes.due_in_s()))
+        clock.now += passes.due_in_s()
+    assert rest == [(n, pruning.SOON_S if n else pruning.EVERY_S) for n in (5, 3, 1, 0)]
 
 
 def test_the_writer_applies_retention_and_gives_pages_back(folder: Path) -> None:

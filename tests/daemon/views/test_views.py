@@ -10,19 +10,21 @@ from honed.daemon.page import document
 from honed.daemon.service import Service
 from honed.daemon.settings.sections import StoreSettings
 from honed.daemon.settings.settings import Settings, load
+from honed.daemon.store import pruning
 from honed.daemon.store.store import Store
 from honed.daemon.views import views
+from honed.daemon.views.findings import findings
 from honed.daemon.views.views import MAX_POINTS, recent_by_engine, timeline
 from tests.daemon.conftest import Clock, flags_in
 from tests.daemon.fake_engine import make_batch
-from tests.daemon.store.test_store import put, stored
+from tests.daemon.store.test_store import delete, insert, put, stored
 
 
 @pytest.mark.fault("rounds dated later than now")
 def test_rounds_of_a_time_to_come_are_not_recent(store: Store, clock: Clock) -> None:
     for seq, moment_s in ((1, clock.now + 86400.0), (2, clock.now - 5.0)):
         put(store, stored(make_batch(seq, unix_ns=int(moment_s * 1e9)), moment_s))
-    counts, _ = recent_by_engine(store, StoreSettings(), clock.now)["engine-0"]
+    counts, _ = recent_by_engine(store, clock.now)["engine-0"]
     assert counts.rounds == 8
     points = timeline(store, "1s", clock.now - 60.0, clock.now, "")["points"]
     assert sum(point["rounds"] for point in points) == 8
@@ -53,7 +55,7 @@ def test_sums_are_of_the_whole_window_however_short_some_are_kept(service: Servi
     for resolution, age_s in ((1, 30), (60, 1800)):  # as pruned
         delete = f"DELETE FROM rollups WHERE resolution_s = {resolution} AND bucket_s < {int(now) - age_s}"
         service.store.write(lambda db, delete=delete: db.conn.execute(delete) and None)  # type: ignore[misc]
-    recent, tokens_per_s = recent_by_engine(service.store, service.settings.store, now)["engine-0"]
+    recent, tokens_per_s = recent_by_engine(service.store, now)["engine-0"]
     assert recent.rounds == 16
     assert 0.0 < tokens_per_s < 1.0
     assert [views.workloads(service, window_s)[0]["rounds"] for window_s in (60.0, 600.0, 3600.0, 0.0)] == [16, 16, 24, 24]
@@ -75,7 +77,25 @@ def test_sums_are_of_the_whole_window_however_short_some_are_kept(service: Servi
     ],
 )
 def test_the_finest_sums_that_are_kept_for_so_long(
-    ages: tuple[float, float, float], span_s: float, finest_s: int, resolution: int
+    folder: Path, ages: tuple[float, float, float], span_s: float, finest_s: int, resolution: int
 ) -> None:
-    settings = StoreSettings(max_age_1s_s=ages[0], max_age_1min_s=ages[1], max_age_1h_s=ages[2])
-    assert settings.finest_kept(span_s, finest_s) == resolution
+    store = Store(folder / "honed.db", StoreSettings(max_age_1s_s=ages[0], max_age_1min_s=ages[1], max_age_1h_s=ages[2]))
+    assert store.finest_kept(span_s, finest_s) == resolution
+    store.close()
+
+
+@pytest.mark.fault("sums of rounds that fill the disk")
+def test_a_status_says_how_far_sums_go_back_that_went_by_size(service: Service) -> None:
+    now, store = service.clock(), service.store
+    for seq, age_s in ((1, 20.0), (2, 5.0)):
+        insert(store, stored(make_batch(seq, unix_ns=int((now - age_s) * 1e9)), now - age_s), age_s)
+    before = findings(views.status(service))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pruning, "ROLLUPS_AT_ONCE", 1)
+        delete(store, StoreSettings(max_rollup_bytes=store.rollup_bytes - 1))
+    status = views.status(service)
+    assert list(status["cut_sums"]) == ["1s"]
+    assert 5.0 < status["cut_sums"]["1s"] < 30.0
+    assert status["store"]["rollup_bytes"] == store.rollup_bytes
+    (found,) = [one for one in findings(status) if one not in before]
+    assert "1s for 0 minutes" in found.text

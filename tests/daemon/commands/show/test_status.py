@@ -104,6 +104,7 @@ def test_a_healthy_service_has_nothing_to_report() -> None:
             "warning",
             "not ended after 75 s: it touches /nfs/d",
         ),
+        (changed(cut_sums={"1s": 700.0, "1min": 3 * 86400.0}), "warning", "their age: 1s for 12 minutes, 1min for 3 days"),
         (engine(connected=False), "error", "engine-0 is not connected"),
         (engine(policy={"fallback": "stale_policy"}), "warning", "no message from the daemon for too long"),
         (engine(policy={"fallback": "error"}), "error", "caught an error"),
