@@ -20,7 +20,7 @@ def test_the_largest_trees_are_lowered_until_all_have_room(lengths: list[int], r
     if sum(lengths) <= room:
         assert found == lengths
     else:
-        longest = max(found)
+        longest = max(found, default=0)
         assert all(new == min(length, longest) for new, length in zip(found, lengths, strict=True)), "an equal cap for all"
         assert sum(found) <= room or longest <= least
         assert longest <= least or sum(min(length, longest + 1) for length in lengths) > room, "there was room for more"

@@ -25,10 +25,10 @@ class LimitedDaemon(DaemonProcess):
 
     limits = (DESCRIPTORS, DESCRIPTORS)
 
-    def spawn(self, *arguments: str) -> subprocess.Popen[str]:
+    def spawn(self, *arguments: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
         limits = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, {self.limits})"
         code = f"{limits}; from honed.daemon.process.serve import main; main()"
-        return subprocess.Popen([sys.executable, "-c", code], env=self.env, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen([sys.executable, "-c", code], env=self.env, stderr=stderr, text=True)
 
 
 @pytest.fixture
