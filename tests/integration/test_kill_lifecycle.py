@@ -62,10 +62,10 @@ ENGINE_STEPS = ["told to swap", "swapped, not said", "said", "first window", "to
 class DyingDaemon(DaemonProcess):
     """Dies at the step that `arm` names."""
 
-    def spawn(self, *arguments: str) -> subprocess.Popen[str]:
+    def spawn(self, *arguments: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
         targets = ",".join(sorted({target for target, _, _ in DAEMON_STEPS}))
         command = [sys.executable, str(DYING), str(self.arm_file), "daemon", targets]
-        return subprocess.Popen(command, env=self.env, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, env=self.env, stderr=stderr, text=True)
 
     @property
     def arm_file(self) -> Path:
