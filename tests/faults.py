@@ -34,6 +34,7 @@ FAULTS = (
     "a tree's nodes counted as the drafter's positions",
     "a worse drafter promoted where trees are verified",
     "values of nodes that follow no change",
+    "values of nodes that stay while chains show a change",
     "trees that take a step's tokens from prompts and other requests",
     "the largest trees for all where nobody decides",
     "a drafter smaller than what vLLM reads of it",

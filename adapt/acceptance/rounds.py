@@ -60,6 +60,8 @@ class Rounds:
     """The trees among them; None: there are none."""
     is_chain: npt.NDArray[np.bool_] | None = None
     """Which of them verified a chain, not a tree; None: all."""
+    is_whole: npt.NDArray[np.bool_] | None = None
+    """In which of them the request didn't end; None: all."""
 
     def __len__(self) -> int:
         return len(self.request)
@@ -81,8 +83,10 @@ def rounds_by_workload(batch: EventBatch) -> Iterator[tuple[str, Rounds]]:
     if nodes is not None:
         chain = _ints(columns.chain_tokens, "chain_tokens", count)
         is_tree, drafted = chain > 0, np.where(chain > 0, chain, drafted)
-        is_whole = is_tree & (
-            _ints(columns.num_delivered, "num_delivered", count) > accepted if columns.num_delivered else True
+        is_whole = (
+            _ints(columns.num_delivered, "num_delivered", count) > accepted
+            if columns.num_delivered
+            else np.ones(count, dtype=np.bool_)
         )
         accepted = np.where(is_tree, _ints(columns.chain_accepted, "chain_accepted", count), accepted)
         invalid = np.where(is_tree, 0, invalid)
@@ -101,9 +105,13 @@ def rounds_by_workload(batch: EventBatch) -> Iterator[tuple[str, Rounds]]:
         mine = has_draft & (label == index)
         if mine.any():
             shown = None if feature is None else feature[mine]
-            trees = TreeRounds(num_nodes[mine & is_whole], nodes[mine & is_whole]) if nodes is not None else None
             figures = request[mine], drafted[mine], accepted[mine], invalid[mine], position[mine]
-            yield workload, Rounds(*figures, shown, trees, None if nodes is None else ~is_tree[mine])
+            if nodes is None:
+                yield workload, Rounds(*figures, shown)
+                continue
+            grown = mine & is_tree & is_whole
+            trees = TreeRounds(num_nodes[grown], nodes[grown])
+            yield workload, Rounds(*figures, shown, trees, ~is_tree[mine], is_whole[mine])
 
 
 def steps_with_trees(batch: EventBatch) -> list[bool | None]:

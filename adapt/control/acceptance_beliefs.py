@@ -117,9 +117,12 @@ class AcceptanceBeliefs:
             workload.features.observe(rounds.request, rounds.feature, reached, accepted, curve, design_effect)
         information = workload.requests.information(rounds.request, reached, workload.requests.strength())
         workload.contexts.observe(rounds.position, reached, accepted, information)
-        if rounds.trees is not None:
-            for trees in (workload.trees, self._trees):
-                trees.observe(rounds.trees, float(information.mean()))
+        worth = float(information.mean())
+        for trees in (workload.trees, self._trees):
+            if rounds.trees is not None:
+                trees.observe(rounds.trees, worth)
+            if self._verifies_trees:
+                trees.observe_firsts(accepted[slice(None) if rounds.is_whole is None else rounds.is_whole] >= 1, worth)
         self._counts.observe(*columns, weights=information, theta=theta)
         workload.counts.observe(*columns, weights=information, theta=theta)
         alarms = []

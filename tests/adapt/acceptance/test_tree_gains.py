@@ -78,3 +78,34 @@ def test_nothing_seen_is_a_guess():
     gains.observe(TreeRounds(np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.int64)))
     assert not gains.is_known
     assert ((gains.values() > 0) & (gains.values() < 1)).all()
+
+
+def test_while_trees_are_verified_the_first_tokens_of_all_rounds_change_nothing():
+    rng, gains, plain = np.random.default_rng(6), TreeGains(7, 400.0), TreeGains(7, 400.0)
+    for chance in (0.7, 0.3):
+        for _ in range(20):
+            seen = trees(rng, chance * 0.7 ** np.arange(7), rng.integers(1, 8, size=30))
+            gains.observe(seen, 0.5)
+            plain.observe(seen, 0.5)
+            gains.observe_firsts((seen.nodes == 0).any(1), 0.5)
+    for weights in (None, np.array([0.5, 0.3, 0.2])):
+        assert gains.values(weights) == pytest.approx(plain.values(weights))
+        prior = np.linspace(0.6, 0.1, 7)
+        assert gains.values(weights, prior) == pytest.approx(plain.values(weights, prior))
+
+
+A = np.array([0.601, 0.478, 0.294, 0.241, 0.158, 0.132, 0.095, 0.094, 0.088, 0.087])
+B = np.array([0.195, 0.072, 0.070, 0.050, 0.033, 0.033, 0.022, 0.022, 0.020, 0.020])
+"""Shares of trees of the tiny pair whose node i the text passed, on a running engine, by domain."""
+
+
+@pytest.mark.parametrize(("before", "after"), [(A, B), (B, A)])
+def test_while_trees_rest_nodes_follow_what_chains_show(before: np.ndarray, after: np.ndarray):
+    rng, gains = np.random.default_rng(7), TreeGains(10, 4000.0)
+    seen = trees(rng, before, np.full(4000, 10))
+    gains.observe(seen)
+    gains.observe_firsts((seen.nodes == 0).any(1))
+    assert gains.values() == pytest.approx(before, abs=0.03)
+    gains.observe_firsts(rng.random(1500) < after[0])
+    assert gains.values(np.array([0.5, 0.5, 0.0])).sum() == pytest.approx(after.sum(), rel=0.2)
+    assert gains.values(np.array([0.5, 0.5, 0.0]))[0] == pytest.approx(after[0], abs=0.1)

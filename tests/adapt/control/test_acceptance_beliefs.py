@@ -89,6 +89,24 @@ def test_nodes_follow_a_change_as_the_chain_does():
         assert np.cumprod(prior.acceptance).sum() < 2.0 * values.sum()
 
 
+@pytest.mark.fault("values of nodes that stay while chains show a change")
+def test_nodes_follow_what_chains_show_while_trees_rest():
+    """Trees that had been learned on hard traffic were hardly tried on easy traffic, where they were the faster by a tenth."""
+    hard, easy = 0.2 * 0.8 ** np.arange(SLOTS), 0.6 * 0.85 ** np.arange(SLOTS)
+    controller, _ = learned(hard)
+    rng = np.random.default_rng(4)
+    for first, least, most in ((easy[0], 2.0 * hard.sum(), 1.5 * easy.sum()), (hard[0], 0.0, 1.5 * hard.sum())):
+        for seq in range(100, 130):
+            drafted = rng.integers(1, CHAIN + 1, size=40)
+            passed = np.logical_and.accumulate(rng.random((40, CHAIN)) < first, axis=1).sum(1)
+            requests = rng.integers(0, 10, size=40) + 40 * seq
+            batch = make_batch(drafted, np.minimum(passed, drafted), seq=seq + int(1e3 * first), requests=requests)
+            controller.observe(batch)
+        for prior in (one for one in controller.propose(0.0).priors if not one.keeps_chain):
+            assert prior.acceptance[0] == pytest.approx(first, abs=0.1)
+            assert least < np.cumprod(prior.acceptance).sum() < most
+
+
 def test_the_drafters_chain_is_told_apart_from_the_nodes():
     """Told by as many positions as there are slots, its acceptance length never was that of the drafter."""
     values = 0.85 ** np.arange(1, SLOTS + 1)
