@@ -103,6 +103,8 @@ class Bench:
     max_tokens: int
     pause: Sequence[float]
     """Milliseconds by which the target's every pass is longer, and each of its rows makes it longer."""
+    concurrency: Sequence[int]
+    """Those of the steady regimes."""
     prompts: dict[str, list[str]]
     rates: Rates = field(default_factory=dict)
     latencies: dict[str, dict[str, list[float]]] = field(default_factory=dict)
@@ -231,17 +233,17 @@ class Bench:
         self.play(rules, 4, "mixed")
         self.check_rules(rules)
         best = []
-        for concurrency in CONCURRENCY:
+        for concurrency in self.concurrency:
             key = f"tuning-{concurrency}"
             self.measure(key, rules, concurrency, "mixed")
             rates = self.rates[key][-1]
             best.append(int(max(rates, key=rates.__getitem__).removeprefix("static-")))
-        self.table = table_of(best)
+        self.table = table_of(best, self.concurrency)
         print(f"tuned table {self.table}", flush=True)
 
     def regimes(self) -> None:
         """Measure every rule in every regime; learning rules have seen it for a while."""
-        for concurrency, traffic in REGIMES:
+        for concurrency, traffic in itertools.product(self.concurrency, TRAFFIC):
             for _ in range(SETTLING[concurrency] - 1):
                 self.play(tuple(rule for rule in self.learning if rule in (OURS, CHAINS)), concurrency, traffic)
             self.play(self.learning, concurrency, traffic)
@@ -281,6 +283,8 @@ def main() -> int:
     parser.add_argument("--pair", choices=list(NUM_DRAFT_TOKENS), default="dflash", help="the drafter's kind")
     parser.add_argument("--tree-slots", type=int, default=0, help="most nodes of a draft tree; 0: no trees")
     parser.add_argument("--repeats", type=int, default=2, help="runs of every rule in every regime and on the trace")
+    at_once = {"nargs": "*", "type": int, "choices": CONCURRENCY, "default": CONCURRENCY}
+    parser.add_argument("--concurrency", help="requests at a time in the steady regimes, rising", **at_once)
     parser.add_argument("--trace-only", action="store_true", help="leave the nine steady regimes out")
     parser.add_argument("--extra-layers", type=int, default=-1, help="silent layers added to the target; -1: 48, or none")
     parser.add_argument("--mlp-width", type=int, default=-1, help="width of its MLPs; -1: 16384 with trees; 0: as it is")
@@ -338,7 +342,7 @@ def run(arguments: argparse.Namespace) -> Document:
         plain = own if own.exists() else TINY / "target"
         target = make_stacked_target(plain, folder / "target", arguments.extra_layers, arguments.mlp_width)
         with Processes(arguments.logs) as processes, Lockstep(processes, folder, max(target_core(), 0)) as steps:
-            chosen = (arguments.pair, arguments.tree_slots, arguments.max_tokens, arguments.pause)
+            chosen = (arguments.pair, arguments.tree_slots, arguments.max_tokens, arguments.pause, arguments.concurrency)
             bench = Bench(processes, folder, steps, str(target), *chosen, pools)
             bench.tune()
             bench.costs()
@@ -347,7 +351,7 @@ def run(arguments: argparse.Namespace) -> Document:
             rules = bench.rules_on_trace if arguments.trace_only else bench.rules
             for _ in range(arguments.repeats):
                 bench.start(rules)
-                for concurrency in CONCURRENCY:  # a process's first steps are slow, and a new daemon has no data
+                for concurrency in bench.concurrency:  # a process's first steps are slow, and a new daemon has no data
                     bench.play(rules, concurrency, "mixed")
                 bench.check_rules(rules)
                 if not arguments.trace_only:
@@ -378,9 +382,9 @@ def result_of(bench: Bench, arguments: argparse.Namespace) -> Document:
     }
 
 
-def table_of(lengths: Sequence[int]) -> list[tuple[int, int]]:
+def table_of(lengths: Sequence[int], concurrency: Sequence[int] = CONCURRENCY) -> list[tuple[int, int]]:
     """Make the table: a length is used up to half-way (geometrically) to the next tuned batch size."""
-    bounds = [round((a * b) ** 0.5) for a, b in itertools.pairwise(CONCURRENCY)]
+    bounds = [round((a * b) ** 0.5) for a, b in itertools.pairwise(concurrency)]
     return list(zip([*bounds, CONCURRENCY[-1]], lengths, strict=True))
 
 
