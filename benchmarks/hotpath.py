@@ -34,7 +34,7 @@ import numpy.typing as npt
 from benchmarks.decide import policy
 from benchmarks.server.measured import commit, hardware
 from benchmarks.server.processes import ROOT
-from benchmarks.server.vllm_server import TARGET, check_pair
+from benchmarks.server.vllm_server import IN_PROCESS, TARGET, check_pair
 from honed.adapt.protocol.wire import Policy
 
 K = 15
@@ -80,14 +80,7 @@ def main() -> int:
 
 def prepare() -> None:
     """Set the environment that vLLM reads at its first import."""
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_LOGGING_LEVEL="ERROR",
-        VLLM_NO_USAGE_STATS="1",
-        DO_NOT_TRACK="1",
-        HF_HUB_OFFLINE="1",
-        VLLM_CPU_KVCACHE_SPACE="1",
-    )
+    os.environ.update(IN_PROCESS)
 
 
 class Engine:

@@ -41,6 +41,7 @@ import torch
 from benchmarks.kernels.timing import measure_ceilings
 from benchmarks.server import shapes
 from benchmarks.server.measured import commit, hardware, percentile
+from benchmarks.server.vllm_server import IN_PROCESS
 
 K = 15
 PROMPT_TOKENS, TOKENS = 128, 96
@@ -147,14 +148,7 @@ def play_engine(
     connection: Connection, target: Path, drafter: Path, attention: str, is_small: bool, runtime_dir: Path | None
 ) -> None:
     """Run a process with vLLM that follows commands."""
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",
-        VLLM_LOGGING_LEVEL="ERROR",
-        VLLM_NO_USAGE_STATS="1",
-        DO_NOT_TRACK="1",
-        HF_HUB_OFFLINE="1",
-        VLLM_CPU_KVCACHE_SPACE="1",
-    )
+    os.environ.update(IN_PROCESS)
     os.environ.pop("HONED_RUNTIME_DIR", None)
     if not is_small:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"

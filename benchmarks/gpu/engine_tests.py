@@ -48,7 +48,7 @@ FILES: list[Chosen] = [
     ("v2-async", "tests/e2e/test_attacks.py", ["-m", "runners"]),
     ("v1", "tests/e2e/test_runner_contract.py", ["-m", "runners"]),
 ]
-"""What no GPU has shown first."""
+"""Files that no GPU has run come first."""
 ON_GPU = ["-m", "gpu"]
 KERNELS: list[Chosen] = [
     *(("v2-async", f"tests/kernels/{folder}", ON_GPU) for folder in ("recurrent", "trees", "verify")),

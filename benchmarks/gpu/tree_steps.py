@@ -1,4 +1,4 @@
-"""What a step of draft trees costs at the size of Qwen3-8B, and how much a tree has to accept to pay.
+"""Measures what a step of draft trees costs at the size of Qwen3-8B, and how much a tree has to accept to pay.
 
 vLLM runs a target of that shape with random weights, as `server_sizes` does: with slots for trees, its V2 runner, its scheduler
 a step ahead, and CUDA graphs. Requests of one context are served at once. While they decode, the policy changes from no drafts
@@ -33,6 +33,7 @@ import torch
 from benchmarks.gpu.kept import Kept
 from benchmarks.server import shapes
 from benchmarks.server.measured import commit, hardware
+from benchmarks.server.vllm_server import IN_PROCESS
 
 CHAIN, SLOTS = 15, 63
 NODES = (15, 31, 63)
@@ -98,15 +99,7 @@ class Engine:
         )
         speculative = json.loads(given.flags[given.flags.index("--speculative-config") + 1])
         speculative["draft_load_config"] = {"load_format": "auto"}  # vLLM builds its fused projection when it loads weights
-        os.environ.update(given.environment)
-        os.environ.update(
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
-            VLLM_LOGGING_LEVEL="ERROR",
-            VLLM_NO_USAGE_STATS="1",
-            DO_NOT_TRACK="1",
-            HF_HUB_OFFLINE="1",
-            VLLM_CPU_KVCACHE_SPACE="1",
-        )
+        os.environ.update(IN_PROCESS | given.environment)
         most_tokens = most_context + 512
         options: dict[str, Any] = {"dtype": "float32", "enforce_eager": True}
         if not is_small:

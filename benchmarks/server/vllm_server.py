@@ -20,6 +20,15 @@ TARGET = "benchmarks/tiny/target"
 DRAFTER = "benchmarks/tiny/drafter"
 NUM_DRAFT_TOKENS = 7
 MODEL_NAME = "tiny"
+IN_PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+"""Environment of a benchmark that runs vLLM in its own process, set before vLLM is imported."""
 START_TIMEOUT_S = 240.0
 QUIET_SHARE = 0.05
 """A server is quiet if it uses no more of a core than this."""

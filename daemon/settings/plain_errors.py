@@ -43,7 +43,7 @@ SENTENCES = {
 
 
 def sentence(error: Mapping[str, Any], known: Sequence[str] = ()) -> str:
-    """What is wrong with a value, as the end of a sentence that begins with its name.
+    """Say what is wrong with a value, as the end of a sentence that begins with its name.
 
     Args:
         error: one of pydantic's `errors()`.

@@ -242,7 +242,7 @@ def choose_splits(num_rows: int, vocabulary: int) -> int:
 
 
 def kernels_for(num_splits: int, vocabulary: int) -> tuple[int, int]:
-    """What the choice of kernels depends on, where nothing else changes: the sizes of their tiles."""
+    """Return the sizes of tiles, on which the choice of kernels depends where nothing else changes."""
     return triton.next_power_of_2(_span(num_splits, vocabulary, LANES) // LANES), triton.next_power_of_2(num_splits)
 
 
