@@ -28,9 +28,9 @@ class Background:
         self._name, self._most, self._monotonic = name, most, monotonic
         self._changed = threading.Condition()
         self._waiting: dict[str, deque[tuple[float, Job]]] = {}
-        """What jobs touch -> those that wait, and since when."""
+        """Maps what jobs touch to those that wait, and since when."""
         self._running: dict[str, float] = {}
-        """What a running job touches -> when it was submitted."""
+        """Maps what a running job touches to the time when it was submitted."""
         self._num_threads = 0
         self._is_stopping = False
 

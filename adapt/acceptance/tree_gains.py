@@ -22,6 +22,7 @@ Letters: N = nodes that a tree has room for, M = memories, Q = trees, P = accept
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -71,19 +72,20 @@ class TreeGains:
         count, room = len(trees), self._trials.shape[1]
         if not count or not room:
             return
-        for number, length in enumerate(self._lengths):
-            trials, hits = trees.count(room, worth * np.exp((np.arange(count) - count) * worth / length))
-            kept = math.exp(-count * worth / length)
+        for number, (weights, kept) in enumerate(self._aged(count, worth)):
+            trials, hits = trees.count(room, weights)
             self._trials[number] = kept * self._trials[number] + trials
             self._hits[number] = kept * self._hits[number] + hits
 
     def observe_firsts(self, is_hit: Bools, worth: float = 1.0) -> None:  # [R]
         """Fold in whether the first token was accepted, of trees and chains, oldest first; `worth` as for `observe`."""
-        count = len(is_hit)
-        for number, length in enumerate(self._lengths):
-            weights = worth * np.exp((np.arange(count) - count) * worth / length)
-            self._firsts[:, number] *= math.exp(-count * worth / length)
-            self._firsts[:, number] += weights.sum(), weights @ is_hit
+        for number, (weights, kept) in enumerate(self._aged(len(is_hit), worth)):
+            self._firsts[:, number] = kept * self._firsts[:, number] + (weights.sum(), weights @ is_hit)
+
+    def _aged(self, count: int, worth: float) -> Iterator[tuple[Floats, float]]:
+        """Yield for each memory the weights of `count` new rounds, oldest first, and the share that is kept of the others."""
+        for length in self._lengths:
+            yield worth * np.exp((np.arange(count) - count) * worth / length), math.exp(-count * worth / length)
 
     def forget(self, factor: float) -> None:
         """Weaken what is known, as after a swap of the drafter's weights."""

@@ -118,11 +118,13 @@ class AcceptanceBeliefs:
         information = workload.requests.information(rounds.request, reached, workload.requests.strength())
         workload.contexts.observe(rounds.position, reached, accepted, information)
         worth = float(information.mean())
-        for trees in (workload.trees, self._trees):
-            if rounds.trees is not None:
+        if rounds.trees is not None:
+            for trees in (workload.trees, self._trees):
                 trees.observe(rounds.trees, worth)
-            if self._verifies_trees:
-                trees.observe_firsts(accepted[slice(None) if rounds.is_whole is None else rounds.is_whole] >= 1, worth)
+        if self._verifies_trees:
+            is_hit = accepted[slice(None) if rounds.is_whole is None else rounds.is_whole] >= 1
+            for trees in (workload.trees, self._trees):
+                trees.observe_firsts(is_hit, worth)
         self._counts.observe(*columns, weights=information, theta=theta)
         workload.counts.observe(*columns, weights=information, theta=theta)
         alarms = []

@@ -18,6 +18,15 @@ from honed.daemon.settings.settings import Settings, load
 from honed.daemon.settings.variables import keys_of
 
 
+def check_refusal(path: Path, toml: str, says: str) -> None:
+    """Check that a settings file of this content is refused in one line that says so."""
+    path.write_text(toml)
+    with pytest.raises(SettingsError) as caught:
+        load(path, env={})
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_without_anything_the_defaults_of_the_owners_count() -> None:
     settings = load(env={})
     assert settings.controller_settings() == ControllerSettings()
@@ -156,12 +165,7 @@ def test_a_mistake_is_one_line_that_names_it(given: dict[str, Any], says: str) -
     ],
 )
 def test_a_value_of_another_kind_is_refused(tmp_path: Path, toml: str, says: str) -> None:
-    path = tmp_path / "honed.toml"
-    path.write_text(toml)
-    with pytest.raises(SettingsError) as caught:
-        load(path, env={})
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
+    check_refusal(tmp_path / "honed.toml", toml, says)
 
 
 @pytest.mark.fault("a misspelt place to share that becomes a local folder")
@@ -240,12 +244,7 @@ def test_variables_are_texts_of_any_case() -> None:
     ],
 )
 def test_a_wrong_value_is_one_plain_sentence(tmp_path: Path, toml: str, says: str) -> None:
-    path = tmp_path / "honed.toml"
-    path.write_text(toml)
-    with pytest.raises(SettingsError) as caught:
-        load(path, env={})
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
+    check_refusal(tmp_path / "honed.toml", toml, says)
 
 
 def test_a_file_that_is_no_toml_is_named(tmp_path: Path) -> None:

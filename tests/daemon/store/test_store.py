@@ -42,6 +42,16 @@ def put(store: Store, *batches: StoredBatch) -> None:
     assert store.drain(20)
 
 
+def left_after(passes: Pruning, store: Store, clock: Clock, table: str, num_rounds: int) -> list[tuple[int, float]]:
+    """Run rounds of pruning when they are due: the rows of a table that are left after each, and the time until the next."""
+    left = []
+    for _ in range(num_rounds):
+        store.write(passes.run)
+        left.append((store.read(f"SELECT count(*) AS n FROM {table}")[0]["n"], passes.due_in_s()))
+        clock.now += passes.due_in_s()
+    return left
+
+
 def test_a_batch_is_counted_where_it_is_stored(store: Store) -> None:
     put(store, stored(make_batch(1)), stored(make_batch(2)))
     assert [row["seq"] for row in store.read("SELECT seq FROM batches ORDER BY id")] == [1, 2]
@@ -561,12 +571,9 @@ def test_too_many_rollups_go_round_after_round(store: Store, clock: Clock, monke
     for seq in range(1, 6):
         insert(store, stored(make_batch(seq, unix_ns=int((clock.now - seq) * 1e9)), clock.now), 1000.0)
     passes = Pruning(StoreSettings(max_rollup_bytes=1), store._age, clock)
-    rest = []
-    for _ in range(4):
-        store.write(passes.run)
-        rest.append((store.read("SELECT count(*) AS n FROM rollups")[0]["n"], passes.due_in_s()))
-        clock.now += passes.due_in_s()
-    assert rest == [(n, pruning.SOON_S if n else pruning.EVERY_S) for n in (5, 3, 1, 0)]
+    assert left_after(passes, store, clock, "rollups", 4) == [
+        (n, pruning.SOON_S if n else pruning.EVERY_S) for n in (5, 3, 1, 0)
+    ]
 
 
 def test_the_writer_applies_retention_and_gives_pages_back(folder: Path) -> None:
@@ -586,12 +593,7 @@ def test_too_much_is_given_back_round_after_round(store: Store, clock: Clock, mo
     monkeypatch.setattr(pruning, "BATCHES_PER_ROUND", 2)
     put(store, *[stored(make_batch(seq), clock.now) for seq in range(1, 6)])
     passes = Pruning(StoreSettings(max_raw_bytes=1), store._age, clock)
-    rest = []
-    for _ in range(3):
-        store.write(passes.run)
-        rest.append((store.read("SELECT count(*) AS n FROM batches")[0]["n"], passes.due_in_s()))
-        clock.now += passes.due_in_s()
-    assert rest == [(3, pruning.SOON_S), (1, pruning.SOON_S), (0, pruning.EVERY_S)]
+    assert left_after(passes, store, clock, "batches", 3) == [(3, pruning.SOON_S), (1, pruning.SOON_S), (0, pruning.EVERY_S)]
 
 
 def test_old_sums_go_round_after_round(store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -600,13 +602,11 @@ def test_old_sums_go_round_after_round(store: Store, clock: Clock, monkeypatch: 
     for seq in range(1, 6):
         insert(store, stored(make_batch(seq, unix_ns=int((clock.now - seq) * 1e9)), clock.now), 1000.0)
     passes = Pruning(StoreSettings(max_age_1s_s=500), store._age, clock)
-    rest = []
-    for _ in range(3):
-        store.write(passes.run)
-        (left,) = store.read("SELECT count(*) FILTER (WHERE resolution_s = 1) AS n FROM rollups")
-        rest.append((left["n"], passes.due_in_s()))
-        clock.now += passes.due_in_s()
-    assert rest == [(3, pruning.SOON_S), (1, pruning.SOON_S), (0, pruning.EVERY_S)]
+    assert left_after(passes, store, clock, "rollups WHERE resolution_s = 1", 3) == [
+        (3, pruning.SOON_S),
+        (1, pruning.SOON_S),
+        (0, pruning.EVERY_S),
+    ]
 
 
 @pytest.mark.fault("engine names and reasons without end")
