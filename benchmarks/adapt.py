@@ -105,6 +105,8 @@ class Bench:
     """Milliseconds by which the target's every pass is longer, and each of its rows makes it longer."""
     concurrency: Sequence[int]
     """Those of the steady regimes."""
+    settling: int
+    """Multiplies `SETTLING`."""
     prompts: dict[str, list[str]]
     rates: Rates = field(default_factory=dict)
     latencies: dict[str, dict[str, list[float]]] = field(default_factory=dict)
@@ -244,7 +246,7 @@ class Bench:
     def regimes(self) -> None:
         """Measure every rule in every regime; learning rules have seen it for a while."""
         for concurrency, traffic in itertools.product(self.concurrency, TRAFFIC):
-            for _ in range(SETTLING[concurrency] - 1):
+            for _ in range(self.settling * SETTLING[concurrency] - 1):
                 self.play(tuple(rule for rule in self.learning if rule in (OURS, CHAINS)), concurrency, traffic)
             self.play(self.learning, concurrency, traffic)
             self.measure(f"{concurrency}-{traffic}", self.rules, concurrency, traffic)
@@ -285,6 +287,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=2, help="runs of every rule in every regime and on the trace")
     at_once = {"nargs": "*", "type": int, "choices": CONCURRENCY, "default": CONCURRENCY}
     parser.add_argument("--concurrency", help="requests at a time in the steady regimes, rising", **at_once)
+    parser.add_argument("--settling", type=int, default=1, help="multiplies the requests that honed sees before a regime")
     parser.add_argument("--trace-only", action="store_true", help="leave the nine steady regimes out")
     parser.add_argument("--extra-layers", type=int, default=-1, help="silent layers added to the target; -1: 48, or none")
     parser.add_argument("--mlp-width", type=int, default=-1, help="width of its MLPs; -1: 16384 with trees; 0: as it is")
@@ -342,8 +345,9 @@ def run(arguments: argparse.Namespace) -> Document:
         plain = own if own.exists() else TINY / "target"
         target = make_stacked_target(plain, folder / "target", arguments.extra_layers, arguments.mlp_width)
         with Processes(arguments.logs) as processes, Lockstep(processes, folder, max(target_core(), 0)) as steps:
-            chosen = (arguments.pair, arguments.tree_slots, arguments.max_tokens, arguments.pause, arguments.concurrency)
-            bench = Bench(processes, folder, steps, str(target), *chosen, pools)
+            chosen = (arguments.pair, arguments.tree_slots, arguments.max_tokens, arguments.pause)
+            loads = (arguments.concurrency, arguments.settling, pools)
+            bench = Bench(processes, folder, steps, str(target), *chosen, *loads)
             bench.tune()
             bench.costs()
             if bench.cost["ratio"] < MIN_COST_RATIO:
