@@ -127,6 +127,7 @@ FAULTS = (
     "a misspelt place to share that becomes a local folder",
     "a library's own words about a wrong value",
     "lines split where none ends",
+    "two running requests of one slot erased each other",
     "a full disk that is called a start",
     "an export that replaces what isn't its file",
     "units removed from under a daemon that runs on",

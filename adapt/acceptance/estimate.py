@@ -30,7 +30,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from honed.adapt.protocol.arrays import Floats, Ints, IntsLike
+from honed.adapt.protocol.arrays import Bools, Floats, Ints, IntsLike
 
 FIRST_GUESS = 0.6
 """Conditional acceptance of position 1 without data."""
@@ -40,6 +40,8 @@ MOST_THETA = 12.0
 """Failure odds of a request are assumed to be within so many times those of its workload."""
 CHAIN_STRENGTH = 4.0
 """Weight of a position's left neighbour at engine level, in pseudo-trials."""
+_PATIENCE = 4
+"""Batches without a round of a running request that may come between two with some."""
 
 
 def reached_and_accepted(
@@ -223,12 +225,17 @@ def _before(group: Ints, values: Floats) -> Floats:
 class RequestTable:
     """Counts of a bounded number of recent requests, for estimating the spread between requests.
 
-    Direct-mapped by the request's hash: a new request takes over its slot. So memory is fixed and the oldest fade by chance.
+    Direct-mapped by the request's hash, so memory is fixed. A request keeps its slot while it has rounds, and for
+    `_PATIENCE` batches more. The rounds of others that fall into it teach nothing: which ones is chance. Else two requests that
+    run at once would erase each other's counts with every batch, and seem new for ever.
     """
 
     def __init__(self, num_spec_tokens: int, num_slots: int = 512) -> None:
         self.num_spec_tokens = num_spec_tokens
         self.owner = np.zeros(num_slots, dtype=np.uint64)
+        self._until = np.zeros(num_slots, dtype=np.int64)
+        """Batch from which another request may take the slot over though its owner may still run."""
+        self._num_batches = 0
         self.trials: Floats = np.zeros((num_slots, num_spec_tokens))
         self.successes: Floats = np.zeros((num_slots, num_spec_tokens))
 
@@ -236,26 +243,34 @@ class RequestTable:
         """Add rounds to their requests' counts."""
         if not len(requests):
             return
-        keys, group, slots = self._find(requests)
-        newcomers = slots[self.owner[slots] != keys]
+        keys, group, slots, holds = self._find(requests)
+        newcomers = slots[holds & (self.owner[slots] != keys)]
         self.trials[newcomers] = 0.0
         self.successes[newcomers] = 0.0
-        self.owner[slots] = keys  # if two requests share a slot, the last one wins
-        lives = self.owner[slots] == keys
-        rows, mine = slots[group], lives[group]
+        self.owner[slots[holds]] = keys[holds]
+        self._num_batches += 1
+        self._until[slots[holds]] = self._num_batches + _PATIENCE
+        rows, mine = slots[group], holds[group]
         positions = np.arange(1, self.num_spec_tokens + 1)
         np.add.at(self.trials, rows[mine], positions <= reached[mine, None])
         np.add.at(self.successes, rows[mine], positions <= accepted[mine, None])
 
-    def _find(self, requests: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], Ints, Ints]:
-        """Unique requests, the index of each round's request among them, and their slots; these may be another's."""
+    def _find(self, requests: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], Ints, Ints, Bools]:
+        """Unique requests, the index of each round's request among them, their slots, and whether these are theirs now."""
         keys, group = np.unique(requests, return_inverse=True)
-        return keys, group, (keys % np.uint64(len(self.owner))).astype(np.int64)
+        slots = (keys % np.uint64(len(self.owner))).astype(np.int64)
+        holds = self.owner[slots] == keys
+        is_held = self._until > self._num_batches
+        is_held[slots[holds]] = True
+        asking = np.flatnonzero(~is_held[slots])
+        _, first = np.unique(slots[asking], return_index=True)
+        holds[asking[first]] = True
+        return keys, group, slots, holds
 
     def places(self, requests: npt.NDArray[np.uint64]) -> tuple[Ints, Ints]:
-        """The slot of each round's request [R], and the slots among them that still hold another request."""
-        keys, group, slots = self._find(requests)
-        return slots[group], slots[self.owner[slots] != keys]
+        """The slot of each round's request [R], and the slots that get a new owner with these rounds."""
+        keys, group, slots, holds = self._find(requests)
+        return slots[group], slots[holds & (self.owner[slots] != keys)]
 
     def strength(self, most_trials: float = np.inf) -> float:
         """Estimate the pseudo-rounds of a workload's curve against a request's own.
@@ -281,22 +296,23 @@ class RequestTable:
 
         n rounds of one request equal n / (1 + (n − 1)·ρ) rounds of as many requests, with the correlation
         ρ = 1 / (strength + 1): a request's first round counts fully, its tenth next to nothing where requests differ much.
+        Rounds of requests without a slot have none: 0.
         """
         if not len(requests):
             return np.zeros(0)
-        keys, group, slots = self._find(requests)
+        keys, group, slots, holds = self._find(requests)
         known = np.where(self.owner[slots] == keys, self.trials[slots, 0], 0.0)
         tries = (reached > 0).astype(np.float64)
         earlier = known[group] + _before(group, tries)
         rho = 1.0 / (1.0 + strength)
         gained: Floats = (earlier + 1.0) / (1.0 + earlier * rho) - earlier / (1.0 + (earlier - 1.0) * rho)
-        return gained * tries
+        return gained * tries * holds[group]
 
     def theta(self, requests: npt.NDArray[np.uint64], reached: Ints, accepted: Ints, curve: Floats, strength: float) -> Floats:
         """Failure odds of each round's request, relative to the curve, from its rounds before [R]; 1 for its first."""
         if not len(requests):
             return np.ones(0)
-        keys, group, slots = self._find(requests)
+        keys, group, slots, _ = self._find(requests)
         is_known = (self.owner[slots] == keys).astype(np.float64)
         successes = self.successes[slots]
         failed = is_known * ((self.trials[slots] - successes) @ curve)

@@ -107,7 +107,9 @@ class AcceptanceBeliefs:
         curve, shift = self._shift(self._curve(workload, self.engine_curve()), workload)
         theta = workload.requests.theta(rounds.request, reached, accepted, curve, self._request_strength(workload))
         design_effect = self._design_effect(workload)
+        information = workload.requests.information(rounds.request, reached, workload.requests.strength())
         for mine, shifted in shifted_curves(curve, shift, rounds.position):
+            mine = mine[information[mine] > 0.0]  # of the others no past is known
             predicted = scale_odds(shifted, theta[mine][:, None])
             workload.reliability.observe(survival(workload.lines.apply(predicted)), verified[mine], accepted[mine])
             counts = count_rounds(predicted, reached[mine], accepted[mine])
@@ -115,7 +117,6 @@ class AcceptanceBeliefs:
                 depths.add(counts, len(predicted), design_effect)
         if rounds.feature is not None:
             workload.features.observe(rounds.request, rounds.feature, reached, accepted, curve, design_effect)
-        information = workload.requests.information(rounds.request, reached, workload.requests.strength())
         workload.contexts.observe(rounds.position, reached, accepted, information)
         worth = float(information.mean())
         if rounds.trees is not None:

@@ -182,8 +182,8 @@ class Traffic:
         self.prompt_tokens: Ints = lengths[2]
         self.log_odds: Floats = self._draw_log_odds(rng)  # [R, K]
         self.request_ids = [f"{trace.name}-{index}" for index in range(len(self.workload))]
-        hashes = (np.arange(1, len(self.workload) + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-        self.hashes: npt.NDArray[np.uint64] = hashes
+        drawn = np.random.default_rng([trace.seed, 4]).integers(2**64, size=len(self.workload), dtype=np.uint64)
+        self.hashes: npt.NDArray[np.uint64] = drawn
         room = self.output_tokens + trace.num_spec_tokens + 1
         self.luck_start: Ints = np.concatenate([[0], np.cumsum(room)[:-1]])
         self.luck: npt.NDArray[np.float32] = np.random.default_rng([trace.seed, 1]).random(int(room.sum()), dtype=np.float32)

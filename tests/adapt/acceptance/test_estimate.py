@@ -186,6 +186,45 @@ def test_a_request_table_stays_bounded_and_forgets_whom_it_replaced():
     assert table.trials.sum() == 2.0
     table.observe(np.array([2**64 - 1], dtype=np.uint64), np.array([1]), np.array([0]))
     assert table.trials[3].tolist() == [1.0, 0.0]
+    for _ in range(6):  # the first one has ended, and the other gets its slot
+        table.observe(np.array([5], dtype=np.uint64), np.array([1]), np.array([0]))
+    assert 1.0 <= table.trials[1, 0] <= 3.0
+    assert table.trials[1, 1] == 0.0
+
+
+@pytest.mark.fault("two running requests of one slot erased each other")
+@pytest.mark.parametrize("order", [(1, 513), (513, 1)])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_of_two_running_requests_of_one_slot_one_is_counted(order: tuple[int, int], at_once: bool):
+    """Both began anew with every batch, and counted as new requests for ever: for 98 % of all evidence at 16 requests."""
+    table, rounds, gained = RequestTable(1), np.repeat(np.array(order, dtype=np.uint64), 8), np.zeros(2)
+    one = np.ones(len(rounds), dtype=np.int64)
+    for batch in range(10):
+        mine = np.ones(16, dtype=bool) if at_once else rounds == order[batch % 2]
+        asked = rounds[mine], one[mine]
+        information = table.information(*asked, strength=10.0)
+        gained += [float(information[rounds[mine] == request].sum()) for request in order]
+        table.observe(*asked, one[mine])
+    owner = int(table.owner[1])
+    assert table.trials[1, 0] == (80 if at_once else 40)
+    assert gained[order.index(owner)] == pytest.approx(table.trials[1, 0] / (1 + (table.trials[1, 0] - 1) / 11))
+    assert gained[1 - order.index(owner)] == 0.0
+
+
+def test_running_requests_are_counted_as_what_they_are_whatever_their_hashes():
+    """Long requests that differ from the many short ones don't outweigh them."""
+    rng = np.random.default_rng(3)
+    found = []
+    for keys in (np.arange(1, 257, dtype=np.uint64), rng.integers(1, 2**63, 256).astype(np.uint64)):
+        table, total = RequestTable(1), 0.0
+        requests = np.repeat(keys, 4)
+        for _ in range(30):
+            reached = np.ones(len(requests), dtype=np.int64)
+            total += float(table.information(requests, reached, 10.0).sum())
+            table.observe(requests, reached, reached)
+        found.append(total)
+    distinct, hashed = found
+    assert 0.6 * distinct < hashed < distinct
 
 
 def test_acceptance_length_counts_the_bonus_token():

@@ -1,3 +1,4 @@
+import hashlib
 import itertools
 import math
 
@@ -288,7 +289,7 @@ class Requests:
         self.running = [one for one in self.running if one["left"] > 0][:load]
         while len(self.running) < load:
             self.count += 1
-            key = (self.count * 0x9E3779B97F4A7C15) % 2**64
+            key = int.from_bytes(hashlib.blake2b(str(self.count).encode(), digest_size=8).digest())  # as engines make them
             left = self.rng.geometric(1 / self.mean_rounds)
             self.running.append({"key": key, "age": 0, "p": self.draw(self.rng), "s": 3.0, "n": 4.0, "left": left})
         is_hard = np.array([one["s"] < 0.6 * one["n"] for one in self.running])
