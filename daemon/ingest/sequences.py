@@ -34,8 +34,9 @@ class BootSequence:
     """Highest number that the engine certainly no longer holds."""
 
     def welcome(self, peer: bytes) -> None:
-        """Note that this connection was told the committed number."""
-        self.peer, self.is_fresh = peer, True
+        """Note that this connection was told the committed number; again, on one in use, that changes nothing."""
+        if peer != self.peer:
+            self.peer, self.is_fresh = peer, True
 
     def offer(self, first_seq: int, seq: int, peer: bytes) -> tuple[Offer, int]:
         """Decide about a batch for numbers `first_seq` … `seq` (`first_seq` 0: only `seq`).

@@ -62,6 +62,17 @@ def test_a_batch_without_room_is_due_again() -> None:
     assert take(sequence, 1) == (Offer.TAKE, 0)
 
 
+def test_a_second_welcome_of_a_connection_opens_no_hole() -> None:
+    """A batch without room was lost when its engine introduced itself again meanwhile: the next one was taken first."""
+    sequence = welcomed()
+    assert sequence.offer(0, 1, PEER) == (Offer.TAKE, 0)  # no room: not confirmed
+    sequence.welcome(PEER)
+    assert take(sequence, 2) == (Offer.AHEAD, 0)
+    assert take(sequence, 1) == (Offer.TAKE, 0)
+    sequence.welcome(b"another")
+    assert take(sequence, 4, peer=b"another") == (Offer.TAKE, 2)
+
+
 def test_a_first_batch_after_a_hole_without_room_is_due_again_too() -> None:
     sequence = welcomed(accepted=4)
     assert sequence.offer(0, 8, PEER) == (Offer.TAKE, 3)
