@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
@@ -35,8 +36,11 @@ def families(rounds: Rounds) -> Iterator[Metric]:
         "Tokens sampled per round with drafts, bonus token included: vLLM's own figure, past a request's end too.",
         labels=ROUND_LABELS,
     )
-    for labels, counts in rounds:
-        length.add_metric(labels, _buckets(counts), counts.rounds + counts.accepted_tokens)
+    found = [counts.accepted_histogram()[:MOST_POSITIONS].tolist() for _, counts in rounds]
+    longest = max(map(len, found), default=0)  # series with other buckets couldn't be added up
+    for (labels, counts), histogram in zip(rounds, found, strict=True):
+        buckets = _buckets(histogram + [0] * (longest - len(histogram)), counts.rounds)
+        length.add_metric(labels, buckets, counts.rounds + counts.accepted_tokens)
     yield length
 
 
@@ -80,10 +84,7 @@ def _by_position(rounds: Rounds) -> Iterator[Metric]:
         yield family
 
 
-def _buckets(counts: Counts) -> list[tuple[str, float]]:
-    """Cumulative buckets, one for each length up to MOST_POSITIONS."""
-    cumulative, buckets = 0, []
-    for num_accepted, value in enumerate(counts.accepted_histogram()[:MOST_POSITIONS].tolist()):
-        cumulative += value
-        buckets.append((str(float(num_accepted + 1)), float(cumulative)))
-    return [*buckets, ("+Inf", float(counts.rounds))]
+def _buckets(histogram: list[int], num_rounds: int) -> list[tuple[str, float]]:
+    """Cumulative buckets of rounds by number of accepted drafts, one for each length up to MOST_POSITIONS."""
+    sums = enumerate(accumulate(histogram), 1)
+    return [*((str(float(length)), float(total)) for length, total in sums), ("+Inf", float(num_rounds))]

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from honed.adapt.protocol.workloads import OTHER_WORKLOAD, RECENT_S
 from honed.daemon.control.live_rounds import MOST_CELLS, Cell, LiveRounds
+from honed.daemon.metrics.acceptance import families
 from honed.daemon.metrics.labels import MOST_ENGINES, MOST_POSITIONS
 from honed.daemon.service import Service
 from honed.daemon.store.rollups import Counts
@@ -37,6 +39,19 @@ def test_rounds_tokens_and_positions(service: Service, make_engine: Callable[...
     assert found["honed_acceptance_length_sum"] == {ROUNDS: 9}
     buckets = {key.split("le=")[1].split()[0]: value for key, value in found["honed_acceptance_length_bucket"].items()}
     assert buckets == {"1.0": 0, "2.0": 1, "3.0": 2, "4.0": 3, "+Inf": 3}
+
+
+def test_all_acceptance_lengths_have_the_same_buckets() -> None:
+    """Where one had more, the sum over all fell from one bucket to the next, and a quantile was its last one."""
+    short, long = (Counts(rounds=2, accepted_tokens=k, accepted=np.ones(k, dtype=np.int64)) for k in (3, 7))
+    (found,) = [one for one in families([(["a"] * 6, short), (["b"] * 6, long)]) if one.name == "honed_acceptance_length"]
+    buckets = {
+        name: {s.labels["le"]: s.value for s in found.samples if s.labels["engine"] == name and "le" in s.labels}
+        for name in "ab"
+    }
+    assert list(buckets["a"]) == list(buckets["b"])
+    assert buckets["a"]["8.0"] == buckets["a"]["4.0"] == 2.0
+    assert [buckets["b"][le] for le in ("1.0", "7.0", "8.0")] == [1.0, 1.0, 2.0]
 
 
 def test_versions_and_workloads_that_come_and_go_dont_make_a_scrape_grow(service: Service) -> None:
