@@ -28,6 +28,13 @@ _DELETE_SILENT_BOOTS = """
 DELETE FROM boots WHERE batches = 0 AND last_seen_unix_ns <
   (SELECT last_seen_unix_ns FROM boots WHERE batches = 0 ORDER BY last_seen_unix_ns DESC LIMIT 1 OFFSET ?)
 """
+MOST_EVIDENCE = 200
+"""Trials whose evidence over time is kept, the latest; of earlier ones the verdict is kept."""
+_DELETE_EVIDENCE = """
+DELETE FROM canary_points WHERE operation_id IN (
+  SELECT old.operation_id FROM (SELECT operation_id FROM canaries ORDER BY began_unix_s DESC LIMIT -1 OFFSET ?) AS old
+  WHERE EXISTS (SELECT 1 FROM canary_points AS point WHERE point.operation_id = old.operation_id) LIMIT 1)
+"""
 SPARED_S = {1: 660, 60: 25 * 3600, 3600: 31 * 86_400}
 """Age up to which sums of a resolution are spared, as views read 10 minutes of seconds and a day of minutes: younger ones go by
 size only when no others are left."""
@@ -89,6 +96,7 @@ def apply_deletions(db: Database, settings: StoreSettings, now_s: float) -> bool
         now_s: of the AgeClock.
     """
     db.conn.execute(_DELETE_SILENT_BOOTS, (MOST_SILENT_BOOTS,))
+    db.conn.execute(_DELETE_EVIDENCE, (MOST_EVIDENCE,))
     room = ROLLUPS_PER_ROUND
     for resolution, age_s in settings.max_rollup_age_s.items():
         if age_s < math.inf:

@@ -13,12 +13,13 @@ from typing import Any
 import msgspec
 import pysqlite3
 import pytest
+from sqlite_utils import Database
 from structlog.testing import capture_logs
 
 from honed.adapt.protocol import wire
 from honed.daemon.errors import StartError, StoreError
 from honed.daemon.settings.sections import StoreSettings
-from honed.daemon.store import batch_tables, pruning
+from honed.daemon.store import batch_tables, canary_tables, pruning
 from honed.daemon.store import store as store_module
 from honed.daemon.store.age import AgeClock
 from honed.daemon.store.batch_tables import StoredBatch
@@ -516,6 +517,33 @@ def test_rollups_go_by_age_and_resolution(store: Store, clock: Clock) -> None:
     insert(store, stored(make_batch(1), clock.now), 1000.0)
     delete(store, StoreSettings(max_age_1s_s=500, max_age_1min_s=5000))
     assert {row["resolution_s"] for row in store.read("SELECT resolution_s FROM rollups")} == {60, 3600}
+
+
+def test_of_old_trials_the_verdict_stays_and_the_evidence_over_time_goes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It grew for ever: half a thousand pairs of windows a trial, for each workload."""
+    monkeypatch.setattr(pruning, "MOST_EVIDENCE", 2)
+    trial = {
+        "kind": "canary",
+        "old": "v1",
+        "new_key": "k",
+        "ended_unix_s": None,
+        "decision": "worse",
+        "text": "",
+        "state": "{}",
+    }
+    point = {"t": 1.0, "rounds": 9, "workload": "", "evidence_worse": 0.0, "evidence_better": 0.0, "change": 0.0}
+
+    def fill(db: Database) -> None:
+        for number in range(4):
+            name = f"op{number}"
+            canary_tables.save(db, trial | {"operation_id": name, "new": f"v{number + 2}", "began_unix_s": float(number)})
+            canary_tables.save_points(db, [point | {"operation_id": name, "pairs": pairs} for pairs in (1, 2, 3)])
+
+    store.write(fill)
+    for _ in range(3):
+        delete(store, StoreSettings())
+    assert [len(canary_tables.points(store, f"op{number}")) for number in range(4)] == [0, 0, 3, 3]
+    assert len(canary_tables.listing(store, 10)) == 4
 
 
 def kept(store: Store) -> list[tuple[int, int]]:
