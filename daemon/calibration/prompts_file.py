@@ -62,7 +62,7 @@ class Prompt:
 def read_prompts(path: Path, limit: int = 0) -> list[Prompt]:
     """The first `limit` prompts of a file; 0: all. Raises PromptsError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptsError(f"{path} can't be read: {error}", cure="Name a text file with prompts.") from error
     # Not splitlines(): it also splits at U+2028 and others, which JSON's texts may hold as they are.

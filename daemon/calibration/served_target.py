@@ -298,6 +298,6 @@ def read_key(path: Path | None) -> str:
     if path is None:
         return ""
     try:
-        return path.read_text().strip()
-    except OSError as error:
+        return path.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
         raise TargetError(f"the key can't be read: {error}", exit_code=EXIT_USAGE) from error

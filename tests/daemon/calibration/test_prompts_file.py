@@ -29,6 +29,12 @@ def test_plain_text_is_a_prompt_a_line(tmp_path: Path) -> None:
     assert [(p.line, p.text, p.name) for p in found] == [(1, "Once upon", ""), (3, "a time: {x}", "")]
 
 
+def test_a_byte_order_mark_belongs_to_no_prompt(tmp_path: Path) -> None:
+    """JSON lines with one were taken for plain text, a prompt of braces each."""
+    found = read_prompts(written(tmp_path, f'\ufeff{{"prompt": "def f"}}\n{CHAT}\n'))
+    assert [(p.text, p.is_chat) for p in found] == [("def f", False), ("", True)]
+
+
 @pytest.mark.fault("lines split where none ends")
 @pytest.mark.parametrize("sign", ["\u2028", "\u2029", "\x85"])
 def test_a_json_text_may_hold_any_sign_that_json_allows(tmp_path: Path, sign: str) -> None:

@@ -205,6 +205,14 @@ def test_a_key_is_read_from_its_file(run: Run, tmp_path: Path) -> None:
         assert run("--url", model.url, "--api-key-file", tmp_path / "key", "--repeat", 1).exit_code == 0
 
 
+def test_a_key_that_is_no_text_is_named(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(b"\xff\xfe\x00")
+    result = run("--url", "http://127.0.0.1:1", "--api-key-file", tmp_path / "key", "--repeat", 1)
+    assert result.exit_code == 2
+    assert "the key can't be read" in result.output
+    assert "Traceback" not in result.output
+
+
 def test_prompts_that_the_server_refuses_end_the_command_with_its_reason(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(PROMPTS + '{"messages": [{"role": "user", "content": "refuse"}], "class": "chat"}\n')
