@@ -123,7 +123,8 @@ class EngineController:
         self._restart()
         overrides = [override] if isinstance(override, Override) else list(override or ())
         policy = self._make_policy([one for one in overrides if one.until_s > now_s])
-        reason = what_changed(self._policy, policy, self.max_num_seqs)
+        context_tokens = self._steps.typical.get("context_tokens", 0.0)
+        reason = what_changed(self._policy, policy, self.max_num_seqs, context_tokens)
         if self._policy is not None and not reason:
             return self._policy
         self._changes.append((policy.generation, reason))
@@ -155,7 +156,6 @@ class EngineController:
             kind_effects=list(model.kinds),
             tree_step_seconds=[float(f"{value:.6g}") for value in tree_model.parameters],
             tree_kind_effects=list(tree_model.kinds),
-            draft_seconds=[float(f"{v:.6g}") for v in model.draft_seconds(1, k).tolist()] if model.is_ready else [],
             captured_tokens=list(settings.captured_tokens),
             hysteresis=settings.hysteresis,
             explore_share=min(settings.explore_share * (_YOUNG_EXPLORING if self._steps.is_young else 1.0), 1.0),
@@ -165,6 +165,7 @@ class EngineController:
             table=list(settings.table),
             equal_lengths=settings.are_lengths_equal,
             captured_lengths=list(settings.captured_lengths),
+            equal_up_to=settings.equal_up_to,
             feeds_estimates=settings.feed_estimates,
             tells_steps=self._tells_steps,
             override=",".join(sorted({one.name for one in overrides})),

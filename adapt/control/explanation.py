@@ -12,7 +12,7 @@ from honed.adapt.acceptance.context_shift import bucket_starts
 from honed.adapt.acceptance.estimate import acceptance_length, survival
 from honed.adapt.acceptance.forgetting import AdaptiveCounts
 from honed.adapt.lengths.block_size import PRICED, choose_equal, latency_gains
-from honed.adapt.lengths.policy_tables import limit_of, shared_lengths_of
+from honed.adapt.lengths.policy_tables import are_equal, limit_of, shared_lengths_of
 from honed.adapt.lengths.rules import RULES, make_rule
 from honed.adapt.lengths.rules_counted import Static
 from honed.adapt.protocol.arrays import Floats
@@ -113,7 +113,7 @@ class Plans:
         if policy.kind in PRICED:
             is_latency = policy.kind == "latency"
             gains = (latency_gains(curve) if is_latency else curve)[:limit]
-            if not policy.equal_lengths:
+            if not are_equal(policy, count):
                 return self._most_rewarding(gains, count, is_latency)
             choice = choose_equal(
                 (count * gains).tolist(),
@@ -138,7 +138,7 @@ class Plans:
         gained = np.concatenate([[0.0], np.cumsum(np.repeat(gains, count))])
         seconds = self.model.fixed_seconds(count, context_tokens, 0) + self.model.token_seconds(count + num_drafts)
         seconds += self.model.draft_seconds(count, len(gains), context_tokens)[-(-num_drafts // count)]
-        seconds *= [self.model.kind_factor(count, drafts) for drafts in num_drafts.tolist()]
+        seconds *= self.model.kind_factors(count, num_drafts)
         rate = count / (seconds * (count - gained)) if is_latency else (count + gained) / seconds
         return int(rate.argmax())
 

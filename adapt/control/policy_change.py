@@ -26,6 +26,8 @@ SHIFT_STEP = 0.05
 """A factor on the failure odds that moved by more (relative) is material."""
 LINE_STEP = 0.05
 """A line's intercept or slope that moved by more is material."""
+_LEAST_CONTEXT = 500
+"""Context of a request for which step times are compared, where typical ones are shorter."""
 _LIMITS = (
     "override",
     "kind",
@@ -38,22 +40,28 @@ _LIMITS = (
     "compare_share",
     "equal_lengths",
     "captured_lengths",
+    "equal_up_to",
     "feeds_estimates",
     "tells_steps",
 )
 
 
-def what_changed(old: Policy | None, new: Policy, max_num_seqs: int) -> str:
-    """Name the first material difference in a few words; "" when there is none."""
+def what_changed(old: Policy | None, new: Policy, max_num_seqs: int, context_tokens: float = 0.0) -> str:
+    """Name the first material difference in a few words; "" when there is none.
+
+    Args:
+        context_tokens: context of a typical request.
+    """
     if old is None:
         return "first policy"
     chain_tokens = min((len(prior.acceptance) for prior in new.priors if prior.keeps_chain), default=new.max_k)
+    context = max(int(context_tokens), _LEAST_CONTEXT)
     chains, trees = ((read(old), read(new)) for read in (StepTimeModel.from_policy, StepTimeModel.of_trees))
     return (
         _limits(old, new)
         or _acceptance(old, new)
-        or _step_time(*chains, "step time", min(new.max_k, chain_tokens), max_num_seqs)
-        or _step_time(*trees, "step time with trees", new.max_k, max_num_seqs)
+        or _step_time(*chains, "step time", min(new.max_k, chain_tokens), max_num_seqs, context)
+        or _step_time(*trees, "step time with trees", new.max_k, max_num_seqs, context)
     )
 
 
@@ -67,7 +75,6 @@ def _limits(old: Policy, new: Policy) -> str:
         generation=old.generation,
         priors=old.priors,
         step_seconds=old.step_seconds,
-        draft_seconds=old.draft_seconds,
         kind_effects=old.kind_effects,
         tree_step_seconds=old.tree_step_seconds,
         tree_kind_effects=old.tree_kind_effects,
@@ -128,19 +135,21 @@ def _context_shift(before: list[float], after: list[float]) -> str:
     return ""
 
 
-def _step_time(before: StepTimeModel, after: StepTimeModel, what: str, max_k: int, max_num_seqs: int) -> str:
+def _step_time(
+    before: StepTimeModel, after: StepTimeModel, what: str, max_k: int, max_num_seqs: int, context_tokens: int
+) -> str:
     if before.is_ready != after.is_ready:
         return f"{what} is known" if after.is_ready else f"{what} is unknown again"
     if not after.is_ready:
         return ""
     for count in (1, max(max_num_seqs // 8, 1), max_num_seqs):
         for k in (0, max_k):
-            was, now = (model.seconds(count, count * (1 + k), count * 500, 0, k) for model in (before, after))
+            was, now = (model.seconds(count, count * (1 + k), count * context_tokens, 0, k) for model in (before, after))
             if abs(was / now - 1.0) > SECONDS_STEP:
                 return f"{what} of {count} requests with {k} drafts: {1e3 * was:.2f} -> {1e3 * now:.2f} ms"
     for batch, k in sorted({(batch, k) for batch, k, _ in (*before.kinds, *after.kinds)}):
         count = math.ceil(2.0 ** (batch / 4.0))  # the smallest batch of the kind
-        was, now = (model.seconds(count, count * (1 + k), count * 500, 0, k) for model in (before, after))
+        was, now = (model.seconds(count, count * (1 + k), count * context_tokens, 0, k) for model in (before, after))
         if abs(was / now - 1.0) > KIND_STEP:
             return f"{what} of {count} requests with {k} drafts each: {1e3 * was:.2f} -> {1e3 * now:.2f} ms"
     return ""

@@ -54,7 +54,7 @@ class ControllerSettings:
     table: tuple[tuple[int, int], ...] = ()
     """Rows for mode "table": (largest batch in requests, draft tokens), ascending; the last row also holds beyond it."""
     equal_lengths: Literal["auto", "always", "never"] = "auto"
-    """One length for all requests of a step, for attention backends whose CUDA graphs take no other (FlashAttention 2). "auto":
+    """One length for all requests of a step, where CUDA graphs take no other, as those of vLLM's V2 runner. "auto":
     where the engine reports such graphs."""
     captured_lengths: tuple[int, ...] = ()
     """Draft lengths, the same for all requests of a step, that CUDA graphs were captured for; empty: the engine's report. Where
@@ -81,6 +81,14 @@ class ControllerSettings:
         """Whether all requests of a step get one length."""
         return self.equal_lengths == "always" or (self.equal_lengths == "auto" and bool(self.captured_lengths))
 
+    @property
+    def equal_up_to(self) -> int:
+        """Most requests of a step with drafts that has a CUDA graph, see `Policy.equal_up_to`; −1: unknown."""
+        drafting = [k for k in self.captured_lengths if k > 0]
+        if self.equal_lengths == "always" or not (drafting and self.captured_tokens):
+            return -1
+        return max(self.captured_tokens) // (min(drafting) + 1)
+
     def why_no_drafts(self, num_spec_tokens: int = -1) -> str:
         """Reason why no captured length is short enough, and the remedy; empty where one is, or none is wanted.
 
@@ -101,6 +109,17 @@ class ControllerSettings:
         return (
             f"captured_lengths {what}: nothing would ever be drafted; capture graphs for a length {usable}, or set "
             'equal_lengths to "never"'
+        )
+
+    def why_few_lengths(self, num_spec_tokens: int) -> str:
+        """Reason why nothing between no drafts and all K is chosen, and the remedy; empty where something is."""
+        between = [k for k in self.captured_lengths if 0 < k < num_spec_tokens]
+        if between or num_spec_tokens < 2 or not (self.are_lengths_equal and self.captured_lengths) or self.mode == "off":
+            return ""
+        steps = f" in steps of up to {self.equal_up_to} requests" if self.equal_up_to >= 0 else ""
+        return (
+            f"draft lengths: 0 or {num_spec_tokens} alone{steps}, since vLLM captured CUDA graphs for no other. `honed "
+            'vllm-args --graphs` has more captured; controller.equal_lengths = "never" allows all, and steps without a graph'
         )
 
     def with_graphs(self, captured_tokens: Sequence[int], captured_lengths: Sequence[int]) -> ControllerSettings:

@@ -93,29 +93,6 @@ def nothing(count: int, rate: float) -> Choice:
     return Choice([0] * count, OperatingPoint(1.0, 0), rate, rate)
 
 
-def allocate(
-    survival: npt.NDArray[np.floating],
-    model: StepTimeModel,
-    *,
-    context_tokens: int = 0,
-    num_prefill_tokens: int = 0,
-    ceilings: Ints | None = None,
-    previous: OperatingPoint | None = None,
-    hysteresis: float = 0.0,
-) -> Ints:
-    """Choose draft lengths [N]; see `choose`."""
-    choice = choose(
-        survival,
-        model,
-        context_tokens=context_tokens,
-        num_prefill_tokens=num_prefill_tokens,
-        ceilings=ceilings,
-        previous=previous,
-        hysteresis=hysteresis,
-    )
-    return np.array(choice.num_draft_tokens, dtype=np.int64)
-
-
 def latency_gains(survival: npt.NDArray[np.floating]) -> Floats:
     """Reduction of a request's time per token by each draft: 1/E(j−1) − 1/E(j) of survival [..., K]."""
     expected = 1.0 + np.cumsum(survival, axis=-1, dtype=np.float64)

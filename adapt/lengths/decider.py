@@ -17,7 +17,8 @@ The requests' state is in `adapt.lengths.request_beliefs`. This table gives the 
                        While drafters are compared, `compare_share` of the steps draft where a request would get no draft
 
 Where a policy wants equal lengths, all requests of a step get one allowed length: the table's, rounded down. Only K and an
-operator's override of `draft_tokens` stay as they are.
+operator's override of `draft_tokens` stay as they are. So do, under "goodput" and "latency", larger batches than
+`Policy.equal_up_to`: no graph holds their drafts.
 
 No request gets more drafts than it can still take before it ends, except under equal lengths: then the step gets no more than
 the one of its requests that can take the most. Without a policy, and under "off", vLLM's lengths stay.
@@ -214,8 +215,7 @@ class Decider:
 
     def follow(self, request_ids: Sequence[str], contexts: Sequence[int] | None, first: int, every: int) -> None:
         """Count on a step whose lengths another decides; arguments as of `decide`."""
-        policy = self._tables.policy
-        self.requests.expect(request_ids, contexts, first, every, are_equal=policy is not None and policy.equal_lengths)
+        self.requests.expect(request_ids, contexts, first, every, are_equal=self._tables.are_equal(len(request_ids)))
 
     def decide(
         self,
@@ -241,7 +241,7 @@ class Decider:
         if policy is None or not decision.block or decision.reason == "off":
             return decision
         most: Ints | int
-        if policy.equal_lengths:
+        if self._tables.are_equal(len(request_ids)):
             if decision.block <= requests.most_room:
                 return decision
             most = round_down(requests.most_room, self._tables.shared_lengths)
@@ -268,9 +268,9 @@ class Decider:
             return self._uniform(request_ids, self.num_spec_tokens, "no_policy", is_exact=True)
         if policy.kind == "off" and self._fallback != "stale_policy":
             return self._uniform(request_ids, self.num_spec_tokens, "off", is_exact=True)
-        is_priced = self._is_priced and not self._fallback
-        if not is_priced or policy.equal_lengths or not request_ids:  # else `RequestBeliefs.search` does it
-            self.requests.expect(request_ids, *noted, are_equal=policy.equal_lengths)
+        is_priced, are_equal = self._is_priced and not self._fallback, tables.are_equal(len(request_ids))
+        if not is_priced or are_equal or not request_ids:  # else `RequestBeliefs.search` does it
+            self.requests.expect(request_ids, *noted, are_equal=are_equal)
         if self._fallback == "stale_policy":
             return self._uniform(request_ids, tables.fallback_k, "stale_policy")
         if self._rule is not None:
@@ -285,7 +285,7 @@ class Decider:
             if chance >= (max(share, COLD_EXPLORE_SHARE) if share > 0.0 else 0.0):
                 self._note(request_ids, [static_k] * len(request_ids))
                 return self._uniform(request_ids, static_k, "cold")
-            lengths = self._explore(request_ids, [static_k] * len(request_ids), static_k, policy)
+            lengths = self._explore(request_ids, [static_k] * len(request_ids), static_k)
             self._note(request_ids, lengths)
         elif not request_ids:
             return Decision([], 0, "policy")
@@ -293,7 +293,7 @@ class Decider:
             lengths, block, margin = self._best(request_ids, context_tokens, max(num_prefill_tokens, 0), policy, noted)
             count = len(lengths)
             is_trial = self._trials.is_on(chance, share, margin, count, block > 0)
-            has_trials = not policy.equal_lengths  # of lengths that are nearly as good
+            has_trials = not are_equal  # of lengths that are nearly as good
             moved = lengths
             if block and not is_trial:
                 # The same draw, rescaled, given that the step neither explores alone nor belongs to the other trials.
@@ -305,7 +305,7 @@ class Decider:
             elif moved is not lengths:
                 lengths = moved
             elif is_exploring:
-                lengths = self._explore(request_ids, lengths, None, policy)
+                lengths = self._explore(request_ids, lengths, None)
             if policy.compare_share and not all(lengths) and self._random.random() < policy.compare_share:
                 lengths, before = self._with_drafts(request_ids, lengths), lengths
                 is_exploring = is_exploring or lengths != before
@@ -321,9 +321,9 @@ class Decider:
             self._trials.note(count, num_drafts > 0)
             self._length_trials.note(count, num_drafts / count)
 
-    def _explore(self, request_ids: Sequence[str], lengths: list[int], cold_length: int | None, policy: Policy) -> list[int]:
+    def _explore(self, request_ids: Sequence[str], lengths: list[int], cold_length: int | None) -> list[int]:
         ceilings = self.requests.ceiling[self.requests.slots_of(request_ids)] if self.requests.num_ceilings else None
-        if not policy.equal_lengths:
+        if not self._tables.are_equal(len(lengths)):
             lengths = neighbour(self._random, lengths, self._tables.limit, cold_length=cold_length)
             return lengths if ceilings is None else np.minimum(lengths, ceilings).tolist()
         allowed = self._tables.shared_lengths
@@ -335,7 +335,7 @@ class Decider:
     def _with_drafts(self, request_ids: Sequence[str], lengths: list[int]) -> list[int]:
         """Give some of the requests without drafts one; where all lengths are equal, all the shortest."""
         tables = self._tables
-        if tables.shared_lengths:
+        if tables.are_equal(len(lengths)):
             found = np.full(len(lengths), max(lengths) or tables.shared_lengths[:2][-1])
         else:
             found = np.array(lengths)
@@ -368,7 +368,8 @@ class Decider:
         limit, requests = self._tables.limit, self.requests
         now, ceilings = np.array(lengths), np.minimum(requests.ceiling[requests.slots_of(request_ids)], limit)
         # Where requests may take less than any allowed length, the present one isn't among these.
-        ways = np.union1d(self._tables.shared_lengths or range(limit + 1), [max(lengths)]) - max(lengths)
+        allowed = self._tables.shared_lengths if self._tables.are_equal(len(lengths)) else range(limit + 1)
+        ways = np.union1d(allowed, [max(lengths)]) - max(lengths)
         moved = np.clip(now + ways[:, None], 0, ceilings)
         rates, seconds = rates_of(
             moved,
@@ -395,7 +396,7 @@ class Decider:
         most_tokens = len(request_ids) * (limit + 1) + num_prefill_tokens
         if most_tokens > self._most_tokens:
             self._most_tokens = most_tokens
-        if not policy.equal_lengths:
+        if not self._tables.are_equal(len(request_ids)):
             lengths, longest, threshold, cap, margin = requests.search(
                 request_ids,
                 context_tokens,

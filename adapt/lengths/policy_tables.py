@@ -14,7 +14,7 @@ from honed.adapt.acceptance.context_shift import NUM_BUCKETS
 from honed.adapt.acceptance.depth_calibration import DepthLines
 from honed.adapt.acceptance.draft_features import MOST_LOG_ODDS, MOST_WEIGHT
 from honed.adapt.acceptance.estimate import EDGE, FIRST_GUESS, information, scale_odds, survival
-from honed.adapt.lengths.block_size import CurveTable, latency_gains
+from honed.adapt.lengths.block_size import PRICED, CurveTable, latency_gains
 from honed.adapt.protocol.arrays import Floats
 from honed.adapt.protocol.wire import Policy
 from honed.adapt.steps.step_time import StepTimeModel
@@ -97,6 +97,10 @@ class PolicyTables:
             arrived_s,
         )
 
+    def are_equal(self, count: int) -> bool:
+        """Whether all requests of a step with so many get the same length."""
+        return are_equal(self.policy, count)
+
     def row_of(self, label: Label) -> int:
         """Row of a label's requests; that of unnamed ones if the policy doesn't know it."""
         keeps_chain = label[1] and ("", True) in self.row_of_label
@@ -115,6 +119,13 @@ def _fallback_of(policy: Policy | None, limit: int) -> int:
     if policy is None:
         return limit
     return min(max(policy.static_k if policy.fallback_k < 0 else policy.fallback_k, 0), limit)
+
+
+def are_equal(policy: Policy | None, count: int) -> bool:
+    """Whether all of so many requests in a step get the same length."""
+    if policy is None or not policy.equal_lengths:
+        return False
+    return policy.kind not in PRICED or not 0 <= policy.equal_up_to < count
 
 
 def shared_lengths_of(policy: Policy | None, limit: int) -> tuple[int, ...]:

@@ -284,7 +284,7 @@ class RequestBeliefs:
         typical = self.known["row"][slots].astype(np.int64) * NUM_THETAS + NUM_THETAS // 2
         # Of another type they would be compiled for, which takes seconds.
         context_tokens, ceilings = int(self.context[slots].sum()), self.ceiling[slots].astype(np.int64)
-        if not tables.shared_lengths:
+        if not tables.are_equal(len(request_ids)):
             return choose(
                 tables.curves,
                 tables.model,

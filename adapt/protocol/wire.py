@@ -343,8 +343,6 @@ class Policy(_Message, frozen=True):
     """The first is the engine-wide one, used for unnamed workloads."""
     step_seconds: Reals = []
     """Step-time model, see adapt.steps.step_time.StepTimeModel.from_policy: its parameters in its documented order."""
-    draft_seconds: Reals = []
-    """[K+1] cost of drafting a block of length j for one request batch, index 0 for a skipped drafter; empty: unknown."""
     captured_tokens: Sizes = []
     """Token counts for which a CUDA graph was captured; empty: none."""
     hysteresis: Real = 0.02
@@ -365,6 +363,9 @@ class Policy(_Message, frozen=True):
     """Every request of a step gets the same length: unequal lengths would lose the captured CUDA graph."""
     captured_lengths: Sizes = []
     """With `equal_lengths`: the only lengths, beside 0, that are chosen; empty: all are."""
+    equal_up_to: Most = -1
+    """With `equal_lengths`: kinds that choose by prices keep to it in steps of so many requests at most, since no graph holds
+    more; -1: in all."""
     feeds_estimates: bool = False
     """Where vLLM's own adaptive verification is on, it gets step costs and each workload's acceptance."""
     tells_steps: bool = False

@@ -258,6 +258,8 @@ class Replay:
         chosen = np.zeros(len(log.seconds), dtype=bool)
         chosen[log.step[self._mask > 0]] = True
         chosen &= log.num_prefill_tokens == 0
+        if self._settings.equal_up_to >= 0:  # larger steps have none in any case
+            chosen &= np.bincount(log.step, minlength=len(chosen)) <= self._settings.equal_up_to
         return float(has_graph[chosen].mean()) if chosen.any() else None
 
     def _shares(self, seconds: Floats) -> Floats:

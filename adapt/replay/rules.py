@@ -149,6 +149,7 @@ def _policy(rule: Rule, log: Log, most: int, beliefs: Beliefs, model: StepTimeMo
         request_ceiling=settings.request_ceiling,
         table=list(rule.table),
         equal_lengths=settings.are_lengths_equal,
+        equal_up_to=settings.equal_up_to,
         captured_lengths=list(settings.captured_lengths),
     )
 

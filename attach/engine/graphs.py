@@ -1,9 +1,10 @@
 """CUDA graphs that vLLM captured for decode steps, and how to get one for every wanted draft length.
 
 vLLM's V2 runner captures full decode graphs for one draft length, K. If `num_speculative_tokens_per_batch_size` names more
-lengths, it captures graphs for each. A step runs in one of them when all its requests have that length. Attention backends that
-take any mix have graphs without a length. Any other step falls back to piecewise graphs, or none. So a controller must know the
-lengths (`captured`), and vLLM's own table, which got them captured, must not choose between them (`LengthTable`).
+lengths, it captures graphs for each. A step runs in one of them when all its requests have that length. Under adaptive
+verification, and where `cudagraph_mode` is FULL, graphs have no length and take any mix. Any other step falls back to piecewise
+graphs, or none. So a controller must know the lengths (`captured`), and vLLM's own table, which got them captured, must not
+choose between them (`LengthTable`).
 
 An EAGLE or MTP drafter makes a pass for each further token. Where one graph holds all these passes, it holds them for a length:
 K, or the lengths of vLLM's table. Other lengths are drafted without a graph, or K tokens are.

@@ -30,7 +30,6 @@ log = structlog.get_logger("honed.ingest")
 class IngestFigures:
     """Counts of the socket since the daemon started."""
 
-    frames: int = 0
     batches: int = 0
     rounds: int = 0
     duplicates: int = 0
@@ -77,7 +76,6 @@ class Ingest:
 
     def handle(self, peer: bytes, frame: bytes) -> None:
         """Handle one frame. Faults in it are counted, never raised."""
-        self.figures.frames += 1
         try:
             message, defect = wire.decode_to_daemon(frame), ""
         except wire.WireError as error:

@@ -89,6 +89,14 @@ def age_s(at_s: float, now_s: float) -> float:
     return now_s - at_s if at_s > -math.inf else -1.0
 
 
+def _limits(engine: Engine) -> list[str]:
+    """What honed can't do on this engine, as it says itself, and what its CUDA graphs and the settings leave."""
+    if engine.hello is None:
+        return []
+    few: str = engine.controller.settings.why_few_lengths(engine.hello.num_spec_tokens) if engine.controller else ""
+    return [*engine.hello.limits, *filter(None, [few])]
+
+
 def engine_view(engine: Engine, now_s: float, is_connected: bool, recent: Counts, tokens_per_s: float, hint: str) -> EngineView:
     """One engine; `recent` are its rounds of the last minute, `hint` a remark on the checkpoint it came with."""
     hello, status, policy, boot = engine.hello, engine.status, engine.policy, engine.boot
@@ -109,7 +117,7 @@ def engine_view(engine: Engine, now_s: float, is_connected: bool, recent: Counts
         num_spec_tokens=hello.num_spec_tokens if hello else 0,
         max_num_seqs=hello.max_num_seqs if hello else 0,
         capabilities=hello.capabilities if hello else [],
-        limits=hello.limits if hello else [],
+        limits=_limits(engine),
         untrained=hello.untrained if hello else [],
         captured_tokens=hello.captured_tokens if hello else [],
         captured_lengths=hello.captured_lengths if hello else [],

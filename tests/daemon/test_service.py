@@ -208,6 +208,22 @@ def test_an_engine_that_has_graphs_for_no_length_that_it_drafts_is_warned_of(ser
     assert "no draft length is left to choose" not in [one["event"] for one in logged]
 
 
+def test_an_engine_that_leaves_all_drafts_or_none_to_choose_says_so(service: Service, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.hello(captured_lengths=[3], captured_tokens=[4, 16, 32], limits=["no swap here"])
+    policy = engine.expect(wire.Policy, lambda policy: policy.captured_lengths == [3])
+    assert policy.equal_up_to == 8
+    first, few = views.engines(service)[0]["limits"]
+    assert first == "no swap here"
+    assert few.startswith(
+        "draft lengths: 0 or 3 alone in steps of up to 8 requests, since vLLM captured CUDA graphs for no other"
+    )
+    engine.hello(captured_lengths=[0, 2, 3], captured_tokens=[4, 16, 32])
+    policy = engine.expect(wire.Policy, lambda policy: policy.captured_lengths == [0, 2, 3])
+    assert policy.equal_up_to == 10
+    assert views.engines(service)[0]["limits"] == []
+
+
 def test_an_engine_whose_drafts_vllm_trims_gets_policies_too(service: Service, make_engine: MakeEngine) -> None:
     engine = make_engine()
     engine.hello(capabilities=["events", "swap", "estimates"])

@@ -218,6 +218,7 @@ def seen():
         ({"request_ceiling": 1}, []),
         ({"captured_lengths": (2,)}, []),
         ({"captured_lengths": (2, 7)}, []),
+        ({"captured_lengths": (2, 7), "captured_tokens": (6, 12)}, []),
         ({"equal_lengths": "always", "mode": "latency", "max_k": 3}, []),
         ({"mode": "static", "static_k": 5}, []),
         ({"mode": "static", "static_k": 5, "max_k": 3}, []),

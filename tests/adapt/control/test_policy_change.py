@@ -76,5 +76,13 @@ def test_small_steps_of_many_nodes_add_up() -> None:
     assert what_changed(old, new, 8) == "accepted drafts of the engine, of 31: 8.66 -> 8.33"
 
 
+def test_a_cost_of_contexts_is_material_where_contexts_are_long() -> None:
+    """It went unseen at 128,000 tokens, where a step takes half as long again."""
+    dearer = StepTimeModel.of(base=5e-3, per_token=3e-4, drafting=5e-4, per_block_token=1e-4, per_context_token=4e-8)
+    new = msgspec.structs.replace(POLICY, step_seconds=list(dearer.parameters))
+    assert what_changed(POLICY, new, 2) == ""
+    assert what_changed(POLICY, new, 2, 128_000.0) == "step time of 1 requests with 0 drafts: 5.30 -> 10.42 ms"
+
+
 def test_the_first_policy_says_so() -> None:
     assert what_changed(None, POLICY, 16) == "first policy"

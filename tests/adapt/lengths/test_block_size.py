@@ -10,7 +10,6 @@ from honed.adapt.lengths.block_size import (
     DEAR,
     LOST_GRAPH,
     OperatingPoint,
-    allocate,
     choose,
     choose_equal,
     latency_gains,
@@ -44,6 +43,10 @@ def brute_force(survival, model, ceilings=None, prefill=0):
     count, k = survival.shape
     limits = [k] * count if ceilings is None else ceilings
     return max(goodput(survival, ks, model, prefill) for ks in itertools.product(*[range(n + 1) for n in limits]))
+
+
+def allocate(survival, model, **given):
+    return np.array(choose(survival, model, **given).num_draft_tokens, dtype=np.int64)
 
 
 models = st.builds(

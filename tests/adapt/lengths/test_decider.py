@@ -394,6 +394,7 @@ policies = st.builds(
     captured_tokens=st.lists(st.integers(-5, 600), max_size=5),
     captured_lengths=st.lists(st.integers(-5, 600), max_size=5),
     equal_lengths=st.booleans(),
+    equal_up_to=st.integers(-5, 9),
 )
 
 
@@ -645,6 +646,30 @@ def test_equal_lengths_stay_equal_and_stop_where_nobody_can_take_more(changes):
     assert decider.decide(["a", "b", "c"], -1, 0, 0.0).num_draft_tokens == before * 3, "one of them can take all"
     decider.finish("c")
     assert decider.decide(["a", "b"], -1, 0, 0.0).num_draft_tokens == [4, 4]  # b has 102 for certain by now
+
+
+@pytest.mark.parametrize("kind", ["goodput", "latency"])
+def test_where_no_graph_holds_so_many_requests_lengths_are_free(kind):
+    """On a default CUDA server they were 0 or K at any load."""
+    decider = make_decider(make_policy(kind=kind, equal_lengths=True, captured_lengths=[K], equal_up_to=2, hysteresis=0.0))
+    for request_id, workload in zip("abcd", ("good", "bad", "good", "bad"), strict=True):
+        decider.start(request_id, workload)
+        decider.requests.note_context(request_id, 100, 10_000)
+    few, many = (decider.decide(list(ids), -1, 0, 0.0).num_draft_tokens for ids in ("ab", "abcd"))
+    assert few in ([0, 0], [K, K])
+    free = make_decider(make_policy(kind=kind, hysteresis=0.0))
+    for request_id, workload in zip("abcd", ("good", "bad", "good", "bad"), strict=True):
+        free.start(request_id, workload)
+        free.requests.note_context(request_id, 100, 10_000)
+    free.decide(list("ab"), -1, 0, 0.0)
+    assert many == free.decide(list("abcd"), -1, 0, 0.0).num_draft_tokens
+    assert len(set(many)) > 1
+    assert (
+        make_decider(make_policy(kind="static", static_k=4, equal_lengths=True, captured_lengths=[2], equal_up_to=2))
+        .decide(list("abcd"), -1, 0, 0.0)
+        .num_draft_tokens
+        == [2] * 4
+    ), "others keep to what they were told"
 
 
 @pytest.mark.fault("drafts past what a request can take")
