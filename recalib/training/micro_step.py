@@ -22,7 +22,6 @@ from honed.adapt.models.drafter_tensor_names import makes_context
 from honed.recalib.config.training import Loss, Scope, TrainingSettings
 from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.samples.sample import PackedSamples, TrainingSample, pack
-from honed.recalib.training import losses
 from honed.recalib.training.blocks import block_labels, break_anchors, choose_anchors, eligible_anchors
 from honed.recalib.training.denoising import Denoising, reveal_randomly
 from honed.recalib.training.ema import WeightAverage
@@ -40,18 +39,15 @@ GROUP_NUMBERS = 1 << 25
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Figures of one micro-step, as sums and counts; the last three only count whole blocks of masks, as servers draft them."""
+    """Figures of one micro-step, all known without another wait for the device."""
 
     loss: float
-    num_anchors: int
     num_tokens: int
+    """Tokens that were learned."""
     is_update: bool
     grad_norm: float | None
     """None between two updates; NaN or infinite if the update was dropped, since the loss or the gradient wasn't finite."""
     seconds: float
-    correct: tuple[int, ...]  # [K] right at each position, independent of earlier ones
-    counted: tuple[int, ...]  # [K]
-    acceptance: losses.AcceptanceCounts
 
 
 @dataclass
@@ -141,17 +137,15 @@ class MicroTrainer:
         began_s = time.perf_counter()
         packed = pack(list(samples))
         self._check_features(packed)
-        blocks = self._choose(packed, samples, preferred_anchors, kept)
-        drafts: list[Tensor] = []
+        blocks, num_tokens = self._choose(packed, samples, preferred_anchors, kept)
         loss, done, spent_s = 0.0, 0, 0.0
         while done < len(blocks.anchors):
             part_began_s = time.perf_counter()
             left = len(blocks.anchors) - done
             part = blocks.where(slice(done, done + (pace.blocks(left) if pace else left)))
-            part_loss, part_drafts = self._learn(part)
+            part_loss = self._learn(part)
             loss, done = loss + part_loss, done + len(part.anchors)
             self._progress.is_finite &= math.isfinite(part_loss)
-            drafts.append(part_drafts)
             if pace is not None:
                 pace.observe(len(part.anchors), time.perf_counter() - part_began_s)
             spent_s += time.perf_counter() - began_s
@@ -169,7 +163,7 @@ class MicroTrainer:
             yield
             began_s = time.perf_counter()
         is_update = grad_norm is not None and math.isfinite(grad_norm)
-        return _figures(torch.cat(drafts), blocks, loss, is_update, grad_norm, spent_s + time.perf_counter() - began_s)
+        return StepFigures(loss, num_tokens, is_update, grad_norm, spent_s + time.perf_counter() - began_s)
 
     def finish(self) -> None:
         """Leave the result in the drafter: the averaged weights if there is an average."""
@@ -224,7 +218,8 @@ class MicroTrainer:
         samples: Sequence[TrainingSample],
         preferred: Sequence[int] | None,
         kept: Sequence[bool],
-    ) -> Blocks:
+    ) -> tuple[Blocks, int]:
+        """Choose the micro-step's blocks; also return how many of their tokens are learned, counted on the CPU."""
         config, settings, generator = self.drafter.config, self.settings, self._progress.generator
         k = config.num_draft_tokens
         eligible = eligible_anchors(packed)
@@ -239,25 +234,27 @@ class MicroTrainer:
             tokens, is_masked = reveal_randomly(labels, config.mask_token_id, self._denoising, generator)
             is_masked = is_masked | is_kept[:, None]  # the parent may never have seen a partly revealed block
             tokens = torch.where(is_masked | ~has_label, config.mask_token_id, tokens).to(self._device)
-        chosen = (anchors, labels, has_label, is_kept, is_masked & has_label)
+        is_masked = is_masked & has_label
+        num_tokens = int(is_masked.sum())
+        chosen = (anchors, labels, has_label, is_kept, is_masked)
         anchors, labels, has_label, is_kept, is_masked = (tensor.to(self._device) for tensor in chosen)
         words = self.drafter.to_words(labels)
         weights = self._objective.weights(is_kept, is_masked, words)
         share = 1.0 / len(anchors)
         packed = packed.to(self._device)
-        return Blocks(packed, anchors, labels, words, is_kept, tokens, is_masked, has_label, weights, share)
+        return Blocks(packed, anchors, labels, words, is_kept, tokens, is_masked, has_label, weights, share), num_tokens
 
-    def _learn(self, part: Blocks) -> tuple[float, Tensor]:  # loss, [N, K] drafts
-        """Add up the gradients of some blocks; reading the loss waits for the device."""
+    def _learn(self, part: Blocks) -> float:
+        """Add up the gradients of some blocks; return their loss. Reading it waits for the device."""
         packed = part.packed
         with computing(self._device, self._dtype):
             context = self._context(packed)
             hidden = self.drafter.draft_hidden(
                 context, packed.positions, packed.token_ids, part.anchors, packed.segments, block_tokens=part.tokens
             )
-            loss, drafts = self._objective(hidden, part, context)
+            loss = self._objective(hidden, part, context)
         (loss / self.settings.micro_steps_per_update).backward()  # type: ignore[no-untyped-call]
-        return float(loss.detach()), drafts
+        return float(loss.detach())
 
     def _context(self, packed: PackedSamples) -> Tensor:  # [T, H]
         features = packed.features.float()
@@ -308,21 +305,3 @@ def set_scope(drafter: Drafter, scope: Scope) -> None:
     for name, parameter in drafter.named_parameters():
         is_frozen = scope != "full" and makes_context(name, drafter.config.method)
         parameter.requires_grad_(not is_frozen and name not in drafter.UNTRAINED)
-
-
-def _figures(
-    drafts: Tensor, blocks: Blocks, loss: float, is_update: bool, grad_norm: float | None, seconds: float
-) -> StepFigures:
-    is_whole = blocks.is_masked.all(-1)  # [N]
-    drafts, labels = drafts[is_whole], blocks.labels[is_whole]
-    return StepFigures(
-        loss=loss,
-        num_anchors=len(blocks.labels),
-        num_tokens=int(blocks.is_masked.sum()),
-        is_update=is_update,
-        grad_norm=grad_norm,
-        seconds=seconds,
-        correct=tuple(int(n) for n in (drafts == labels).sum(0)),
-        counted=(len(labels),) * labels.shape[1],
-        acceptance=losses.count_acceptance(drafts, labels, torch.ones_like(labels, dtype=torch.bool)),
-    )

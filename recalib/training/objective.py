@@ -71,27 +71,23 @@ class Objective:
             weights[group] = weight * group.float().mean() * losses.shares(falling[group], (0, 1))
         return weights
 
-    def __call__(
-        self, hidden: Tensor, blocks: Blocks, context: Tensor
-    ) -> tuple[Tensor, Tensor]:  # [N, K, H], [T, H] -> [], [N, K]
-        """Compute these blocks' part of the mean loss over the micro-step, and the tokens that the drafter would draft.
+    def __call__(self, hidden: Tensor, blocks: Blocks, context: Tensor) -> Tensor:  # [N, K, H], [T, H] -> []
+        """Compute these blocks' part of the mean loss over the micro-step.
 
         Raises:
             ValueError: there are kept blocks and no parent.
         """
         is_kept = blocks.is_kept
-        total, drafts = hidden.new_zeros(()), torch.empty_like(blocks.labels)
+        total = hidden.new_zeros(())
         if is_kept.any():
             kept = blocks.where(is_kept)
-            distance, drafts[is_kept] = self._distance_to_parent(hidden[is_kept], kept, context)
-            total = total + (distance * kept.weights).sum()
+            total = total + (self._distance_to_parent(hidden[is_kept], kept, context) * kept.weights).sum()
         if not is_kept.all():
-            loss, drafts[~is_kept] = self._loss(hidden[~is_kept], blocks.where(~is_kept))
-            total = total + loss
-        return total, drafts
+            total = total + self._loss(hidden[~is_kept], blocks.where(~is_kept))
+        return total
 
-    def _distance_to_parent(self, hidden: Tensor, kept: Blocks, context: Tensor) -> tuple[Tensor, Tensor]:  # 2 x [N, K]
-        """KL(parent || drafter), and the drafts."""
+    def _distance_to_parent(self, hidden: Tensor, kept: Blocks, context: Tensor) -> Tensor:  # [N, K]
+        """KL(parent || drafter)."""
         if self._parent is None:
             raise ValueError("kept samples need the parent drafter: give it to MicroTrainer")
         packed = kept.packed
@@ -101,8 +97,8 @@ class Objective:
             goal, goal_head = self._parent.scored(goal, kept.previous)
         return self._per_token(hidden, kept.previous, goal=goal, goal_head=goal_head, kind="kl")
 
-    def _loss(self, hidden: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:  # [], [N, K]
-        """Compute the chosen loss, and the drafts; `losses` has the formulas.
+    def _loss(self, hidden: Tensor, blocks: Blocks) -> Tensor:  # []
+        """Compute the chosen loss; `losses` has the formulas.
 
         KL and its hybrid use the target's own distribution, over the drafter's words, if its last hidden state was captured.
         The other losses, and the hybrid without it, use the emitted tokens. D-PACE's weights are shares within one block:
@@ -114,19 +110,19 @@ class Objective:
             rows = (blocks.anchors[:, None] + offsets).clamp(max=len(blocks.packed.target_hidden) - 1)
             goal = blocks.packed.target_hidden[rows].float()  # row i predicts token i + 1
             goal_head = self._drafter.lm_head if self._drafter.goal_head is None else self._drafter.goal_head
-            distance, drafts = self._per_token(hidden, blocks.previous, goal=goal, goal_head=goal_head, kind=name)
-            return (distance * blocks.weights).sum(), drafts
+            distance = self._per_token(hidden, blocks.previous, goal=goal, goal_head=goal_head, kind=name)
+            return (distance * blocks.weights).sum()
         can_draft = words >= 0
-        surprise, drafts = self._per_token(hidden, blocks.previous, labels=words.clamp(min=0))
+        surprise = self._per_token(hidden, blocks.previous, labels=words.clamp(min=0))
         if name == "ce":
-            return (surprise * blocks.weights).sum(), drafts
+            return (surprise * blocks.weights).sum()
         if name == "hybrid":
-            return (losses.hybrid_on_labels(surprise) * blocks.weights).sum(), drafts
+            return (losses.hybrid_on_labels(surprise) * blocks.weights).sum()
         right = torch.where(blocks.is_masked, torch.exp(-surprise) * can_draft, blocks.has_label.float())
         if name == "dpace":
             weights = losses.shares(losses.dpace_weights(right, blocks.has_label) * blocks.is_masked * can_draft, (1,))
-            return blocks.share * (surprise * weights).sum(), drafts
-        return blocks.share * losses.negative_acceptance_length(right).sum(), drafts
+            return blocks.share * (surprise * weights).sum()
+        return blocks.share * losses.negative_acceptance_length(right).sum()
 
     def _per_token(
         self,
@@ -137,8 +133,8 @@ class Objective:
         goal: Tensor | None = None,  # [N, K, H]
         goal_head: Tensor | None = None,  # [W, H]
         kind: str = "ce",
-    ) -> tuple[Tensor, Tensor]:  # 2 x [N, K]
-        """Apply `block_loss` to every token, with labels as words; also returns the drafts, as token ids.
+    ) -> Tensor:  # [N, K]
+        """Apply `block_loss` to every token, with labels as words.
 
         With a selector a token is scored after the label before it, as it is drafted where all before it are right.
         """
@@ -151,4 +147,4 @@ class Objective:
             goal_head=goal_head,
             kind=kind,
         )
-        return made.losses.view(hidden.shape[:2]), self._drafter.to_target(made.top).view(hidden.shape[:2])
+        return made.losses.view(hidden.shape[:2])
