@@ -90,7 +90,6 @@ class RowWriter:
         self._num_waiting = self._waiting_bytes = 0
         self._failure: Exception | None = None
         self.num_rows = 0
-        self.num_bytes = 0
         self.num_skipped = 0
         """Rows that couldn't be written."""
         self.num_nonfinite = 0
@@ -253,7 +252,6 @@ class RowWriter:
         )
         request.next_position = first + count  # only now: rows that couldn't be written leave a gap
         self.num_rows += count
-        self.num_bytes += features.nbytes
 
 
 def _bytes_of(item: CapturedRows | CapturedRequest) -> int:

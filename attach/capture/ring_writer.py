@@ -125,11 +125,6 @@ class RingWriter:
         """Close the file. It stays, so that a reader can still read what is in it."""
         os.close(self._fd)
 
-    @property
-    def num_records(self) -> int:
-        """Records written so far."""
-        return self._num_records
-
     def _append(self, kind: int, parts: list[Any], head: int, flags: int, rows: int, position: int, milli: int) -> None:
         payload_bytes = sum(memoryview(part).nbytes for part in parts)
         record = RecordHeader(kind, flags, self._num_records, self._written, payload_bytes, rows, head, milli, position)

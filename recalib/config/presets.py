@@ -34,11 +34,6 @@ class Preset:
     hidden_size: int
     """Width of the target. With its number of layers it identifies the target a checkpoint was made for."""
 
-    @property
-    def decay_tokens(self) -> float:
-        """Decay of the loss with the position."""
-        return decay_tokens(self.block_size)
-
 
 PRESETS = (
     Preset("z-lab/Qwen3-4B-DFlash-b16", "Qwen/Qwen3-4B", 36, (1, 9, 17, 25, 33), QWEN3_MASK, 16, 2560),

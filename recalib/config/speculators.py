@@ -1,4 +1,4 @@
-"""Conversion between the config.json of vllm-project/speculators and the flat one of z-lab's checkpoints.
+"""Conversion of the config.json of vllm-project/speculators to the flat one of z-lab's checkpoints.
 
 Tensor names are the same in both formats. The transformer's shape is nested in `transformer_layer_config`.
 `aux_hidden_state_layer_ids` counts the embedding as 0, so layer i of z-lab's `target_layer_ids` is i + 1 there.
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-
-from honed.adapt.models.trainable import is_dflash2, is_dspark, layer_attention, resolved
 
 TYPE = "speculators_model_type"
 DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -81,44 +79,4 @@ def _flat_eagle3(raw: Mapping[str, Any]) -> dict[str, Any]:
         "norm_before_residual": raw.get("norm_before_residual", True),
         "num_speculative_tokens": methods[0].get("speculative_tokens"),
         "architectures": [_EAGLE3.get(kind, f"Eagle3 on {kind}")],
-    }
-
-
-def nested(raw: Mapping[str, Any], target: str, target_architectures: list[str]) -> dict[str, Any]:
-    """Convert a flat config.json to the speculators form that vLLM loads.
-
-    Args:
-        raw: complete, as from `presets.completed`.
-        target: name or path of the target, which the format requires.
-
-    Raises:
-        ValueError: some layers are causal and others aren't, which the format can't say; or it is DFlash2 or DSpark.
-    """
-    dflash = raw["dflash_config"]
-    if is_dflash2(raw) or is_dspark(raw):
-        raise ValueError(
-            f"{'DSpark' if is_dspark(raw) else 'DFlash2'} is kept in the form that it has: leave the layout as it is"
-        )
-    are_causal = {layer.is_causal for layer in layer_attention(resolved(raw))}
-    if len(are_causal) > 1:
-        raise ValueError("speculators' form can't say that only some layers are causal: keep the drafter in z-lab's form")
-    outside = ("architectures", "dflash_config", "block_size", "draft_vocab_size", "target_hidden_size", "auto_map")
-    block_size = int(raw["block_size"])
-    return {
-        "architectures": ["DFlashDraftModel"],
-        TYPE: "dflash",
-        "speculators_config": {
-            "algorithm": "dflash",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": block_size - 1}],
-            "verifier": {"name_or_path": target, "architectures": target_architectures},
-        },
-        "aux_hidden_state_layer_ids": [int(i) + 1 for i in dflash["target_layer_ids"]],
-        "block_size": block_size,
-        "draft_vocab_size": raw.get("draft_vocab_size") or raw["vocab_size"],
-        "mask_token_id": dflash["mask_token_id"],
-        "sliding_window_non_causal": True not in are_causal,
-        "target_hidden_size": raw.get("target_hidden_size"),
-        "tie_word_embeddings": raw.get("tie_word_embeddings", False),
-        "transformer_layer_config": {name: value for name, value in raw.items() if name not in outside},
     }

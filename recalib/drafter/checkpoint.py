@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,6 @@ from torch import Tensor
 from honed.adapt.models.drafter_tensor_names import names_of
 from honed.adapt.models.target_tensor_names import HeadNames, adds_one, head_names, text_config
 from honed.recalib.config.drafter import DrafterConfig, Experts
-from honed.recalib.config.presets import completed
-from honed.recalib.config.speculators import flat, nested
 from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.drafter.drafter import Drafter, Vocabulary
 from honed.recalib.drafter.eagle3 import Eagle3Drafter
@@ -372,16 +370,12 @@ def save_drafter(
     folder: Path | str,
     config_from: Path | str,
     dtype: torch.dtype = torch.bfloat16,
-    layout: Literal["parent", "z-lab", "speculators"] = "parent",
-    target: str = "",
 ) -> Path:
     """Write a one-file checkpoint that vLLM loads, with the parent's tensor names.
 
     Args:
         config_from: the parent's folder. Its config.json, its tensors' names and its untrained tensors (an embedding or a head
             of its own, a reduced vocabulary) are kept.
-        layout: "parent" copies config.json unchanged; the others convert a DFlash drafter's.
-        target: name or path of the target, which the speculators form requires.
 
     Returns:
         The weights file. Both files are written completely or not at all: under another name first, then renamed.
@@ -395,19 +389,13 @@ def save_drafter(
         tensors |= _read_stored(parent, untrained)
     part = folder / f".{WEIGHTS_NAME}.part"
     part.write_bytes(save(tensors, metadata={"format": "pt"}))  # not save_file: that one makes the file 0600
-    _write_config(folder, parent, layout, target)
+    _copy_config(parent / "config.json", folder / "config.json")
     return part.replace(folder / WEIGHTS_NAME)
 
 
-def _write_config(folder: Path, parent: Path, layout: str, target: str) -> None:
-    source, part = parent / "config.json", folder / ".config.json.part"
-    if layout == "parent":
-        if source.resolve() == (folder / "config.json").resolve():
-            return
-        shutil.copyfile(source, part)
-    else:
-        raw = completed(flat(read_config(parent)))
-        if layout == "speculators":
-            raw = nested(raw, target, [])
-        part.write_text(json.dumps(raw, indent=2) + "\n")
-    part.replace(folder / "config.json")
+def _copy_config(source: Path, copy: Path) -> None:
+    if source.resolve() == copy.resolve():
+        return
+    part = copy.with_name(".config.json.part")
+    shutil.copyfile(source, part)
+    part.replace(copy)

@@ -18,7 +18,7 @@ from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.samples.sample import PackedSamples, TrainingSample, pack
 from honed.recalib.training.blocks import block_labels, eligible_anchors
 from honed.recalib.training.denoising import ONE_PASS, Denoising, draft_in_steps
-from honed.recalib.training.losses import AcceptanceCounts, accepted_prefix, count_acceptance
+from honed.recalib.training.losses import accepted_prefix
 from honed.recalib.training.pace import Pace, run_through
 from honed.recalib.training.precision import compute_dtype, computing
 
@@ -44,10 +44,9 @@ class SessionFigures:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All sessions' figures, and right-censored counts for each position of each workload."""
+    """All sessions' figures."""
 
     sessions: tuple[SessionFigures, ...]
-    positions: dict[str, AcceptanceCounts]
 
     def acceptance_length(self, workload: str | None = None) -> float:
         """tau over all rounds of one workload, or of all."""
@@ -73,16 +72,11 @@ def expected_acceptance_length(
     """
     k = num_draft_tokens or drafter.config.num_draft_tokens
     sessions: dict[tuple[str, str], list[SessionFigures]] = {}
-    counts: dict[str, list[AcceptanceCounts]] = {}
     for sample in samples:
-        evaluated = run_through(evaluate_in_parts(drafter, sample, k, max_anchors_per_pass, denoising))
-        if evaluated is not None:
-            sessions.setdefault((sample.session, sample.workload), []).append(evaluated[0])
-            counts.setdefault(sample.workload, []).append(evaluated[1])
-    return Evaluation(
-        sessions=tuple(_add_sessions(group) for group in sessions.values()),
-        positions={workload: _add_counts(group) for workload, group in counts.items()},
-    )
+        figures = run_through(evaluate_in_parts(drafter, sample, k, max_anchors_per_pass, denoising))
+        if figures is not None:
+            sessions.setdefault((sample.session, sample.workload), []).append(figures)
+    return Evaluation(tuple(_add_sessions(group) for group in sessions.values()))
 
 
 @torch.inference_mode()
@@ -93,7 +87,7 @@ def evaluate_in_parts(
     max_anchors_per_pass: int = 256,
     denoising: Denoising = ONE_PASS,
     pace: Pace | None = None,
-) -> Generator[None, None, tuple[SessionFigures, AcceptanceCounts] | None]:
+) -> Generator[None, None, SessionFigures | None]:
     """Go through one sample, with a `yield` after some of its anchors; returns None for a sample with nothing to draft.
 
     Args:
@@ -116,13 +110,11 @@ def evaluate_in_parts(
         if pace is not None:
             pace.observe(len(part), time.perf_counter() - began_s)
         yield
-    drafted = torch.cat(drafts)
-    accepted = accepted_prefix(drafted, labels, has_label).tolist()
+    accepted = accepted_prefix(torch.cat(drafts), labels, has_label).tolist()
     rounds = walk(accepted)
-    figures = SessionFigures(
+    return SessionFigures(
         sample.session, sample.workload, len(anchors), sum(accepted), len(rounds), sum(accepted[i] for i in rounds)
     )
-    return figures, count_acceptance(drafted[rounds], labels[rounds], has_label[rounds])
 
 
 def draft_blocks(
@@ -176,13 +168,4 @@ def _add_sessions(group: list[SessionFigures]) -> SessionFigures:
         sum(s.num_accepted_tokens for s in group),
         sum(s.num_rounds for s in group),
         sum(s.num_round_accepted_tokens for s in group),
-    )
-
-
-def _add_counts(group: list[AcceptanceCounts]) -> AcceptanceCounts:
-    return AcceptanceCounts(
-        num_blocks=sum(c.num_blocks for c in group),
-        num_accepted_tokens=sum(c.num_accepted_tokens for c in group),
-        trials=tuple(sum(column) for column in zip(*(c.trials for c in group), strict=True)),
-        successes=tuple(sum(column) for column in zip(*(c.successes for c in group), strict=True)),
     )

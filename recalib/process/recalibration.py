@@ -198,7 +198,7 @@ class Recalibration:
                 try:
                     next(parts)
                 except StopIteration as end:
-                    figures += [end.value[0]] if end.value is not None else []
+                    figures += [end.value] if end.value is not None else []
                     break
                 yield "gating"
         return figures

@@ -10,7 +10,6 @@ something else. So the daemon must take results idempotently, by operation id.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import signal
@@ -374,17 +373,15 @@ def run(
     settings: TrainerSettings,
     endpoint: str,
     *,
+    state_dir: Path,
     gate: GateSettings | None = None,
-    state_dir: Path | None = None,
-    runtime_dir: Path | None = None,
     on_tick: Callable[[str], None] | None = None,
 ) -> None:
     """Run until SIGTERM or SIGINT.
 
     Args:
         endpoint: the daemon's socket, `ipc://…/engine.sock`.
-        state_dir: folder with the registry; default: HONED_STATE_DIR, else the daemon's default.
-        runtime_dir: folder with the engines' rings; default: the endpoint's.
+        state_dir: folder with the registry. The engines' rings are in the endpoint's folder.
         on_tick: called after every turn with the current activity, at most one micro-step or `tick_s` apart; for the watchdog.
 
     Raises:
@@ -394,7 +391,7 @@ def run(
     stand_back(settings)
     check_device(settings.device)
     import_late_parts()
-    state_dir, runtime_dir = state_dir or _default_state_dir(), runtime_dir or Path(endpoint.removeprefix("ipc://")).parent
+    runtime_dir = Path(endpoint.removeprefix("ipc://")).parent
     try:
         hold_out = HoldOut(load_salt(state_dir), settings.held_out_share)
         registry = Registry(state_dir / "registry")
@@ -422,25 +419,3 @@ def run(
         trainer.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _default_state_dir() -> Path:
-    if "HONED_STATE_DIR" in os.environ:
-        return Path(os.environ["HONED_STATE_DIR"])
-    if os.geteuid() == 0:
-        return Path("/var/lib/honed")
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "honed"
-
-
-def main() -> None:
-    """Run with default settings, for tests and experiments; `honed train` reads the settings file."""
-    parser = argparse.ArgumentParser(description="honed's trainer process, with default settings")
-    parser.add_argument("--endpoint", required=True)
-    parser.add_argument("--state-dir", type=Path)
-    parser.add_argument("--runtime-dir", type=Path)
-    args = parser.parse_args()
-    run(TrainerSettings(), args.endpoint, state_dir=args.state_dir, runtime_dir=args.runtime_dir)
-
-
-if __name__ == "__main__":
-    main()

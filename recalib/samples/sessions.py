@@ -142,10 +142,6 @@ class SessionAssembler:
         self._ignored: OrderedDict[str, None] = OrderedDict()
         """Running requests that there was no memory for."""
         self._open_bytes = 0
-        self.duplicate_rows = 0
-        """Rows that came a second time with the same tokens."""
-        self.replaced_rows = 0
-        """Rows discarded because other tokens came at their positions."""
 
     @property
     def open_bytes(self) -> int:
@@ -253,9 +249,7 @@ class SessionAssembler:
         overlap = min(current.end - record.first_position, len(record.token_ids))
         if overlap > 0:
             if self._repeats(current, record, overlap):
-                self.duplicate_rows += overlap
                 return overlap
-            self.replaced_rows += current.end - record.first_position
             current.cut_at(record.first_position)
         return 0
 

@@ -1,4 +1,4 @@
-"""Losses for a block drafter, and its figures as sums and counts.
+"""Losses for a block drafter, and how many of its drafts are right.
 
 Losses of every token, `[N, K]`, come from `kernels.training.block_loss` (its formulas are in `kernels/training/reference.py`).
 This module weights them. Position j of a block matters only if all before it were accepted, so weights fall with j.
@@ -6,10 +6,7 @@ This module weights them. Position j of a block matters only if all before it we
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 # Letters: N blocks, K draft positions (anchor excluded). p target's distribution, q draft's.
@@ -56,34 +53,6 @@ def negative_acceptance_length(accept_probabilities: Tensor) -> Tensor:  # [N, K
     return -(1.0 + accept_probabilities.cumprod(-1).sum(-1))
 
 
-@dataclass(frozen=True)
-class AcceptanceCounts:
-    """Right-censored counts: position k is tried only if all before it were right, as in a verify round."""
-
-    num_blocks: int
-    num_accepted_tokens: int
-    trials: tuple[int, ...]  # [K]
-    successes: tuple[int, ...]  # [K]
-
-    @property
-    def acceptance_length(self) -> float:
-        """tau: accepted tokens of a block plus the bonus token."""
-        return 1.0 + self.num_accepted_tokens / max(1, self.num_blocks)
-
-
 def accepted_prefix(drafts: Tensor, labels: Tensor, is_valid: Tensor) -> Tensor:  # 3 x [N, K] -> [N]
     """Count the right draft tokens of each block before the first wrong or unknown one."""
     return ((drafts == labels) & is_valid).long().cumprod(-1).sum(-1)
-
-
-def count_acceptance(drafts: Tensor, labels: Tensor, is_valid: Tensor) -> AcceptanceCounts:  # 3 x [N, K]
-    """Count greedy acceptance of whole blocks, as sums and counts."""
-    is_right = ((drafts == labels) & is_valid).long()
-    reached = F.pad(is_right.cumprod(-1), (1, 0), value=1)[:, :-1] * is_valid.long().cumprod(-1)
-    successes = (reached * is_right).sum(0)
-    return AcceptanceCounts(
-        num_blocks=len(labels),
-        num_accepted_tokens=int(successes.sum()),
-        trials=tuple(int(n) for n in reached.sum(0)),
-        successes=tuple(int(n) for n in successes),
-    )

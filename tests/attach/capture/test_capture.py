@@ -239,7 +239,7 @@ def test_a_real_ring_takes_what_the_capturer_writes(tmp_path: Path) -> None:
     capturer.set_share(1.0, "v1")
     capturer.on_schedule(schedule({"x": [5, 6]}))
     capturer.on_step(view({"x": [(0, 5), (1, 6)]}))
-    assert made[0].num_records == 1
+    assert made[0]._num_records == 1
     assert capturer.writer.num_rows == 2
 
 

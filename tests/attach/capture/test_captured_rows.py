@@ -82,7 +82,7 @@ def test_rows_and_ends_come_in_order(is_apart: bool) -> None:
     writer.take_end(b)
     wait(writer)
     assert ring.seen == ["a@0", "a@1", "b@0", "a@2", "end of a", "b@1", "end of b"]
-    assert (writer.num_rows, writer.num_bytes, writer.num_skipped) == (5, 5 * H * 4, 0)
+    assert (writer.num_rows, writer.num_skipped) == (5, 0)
 
 
 def test_nobody_waits_for_the_ring() -> None:

@@ -134,7 +134,7 @@ def test_everything_is_read_or_counted_as_lost(tmp_path_factory, sizes, polls, c
             got += reader.poll(1).records
     got += drain(reader)
     assert reader.bad_records == 0
-    assert len(got) + reader.lost_records == ring.num_records
+    assert len(got) + reader.lost_records == ring._num_records
     positions = [r.first_position for r in got]
     assert positions == sorted(set(positions))
     for record in got:
@@ -386,7 +386,7 @@ assert sorted(os.listdir(path.parent)) == ["filler", "ring"]
 os.truncate(path.with_name("filler"), 0)
 write(300)
 assert positions() == [300]
-assert ring.num_records == 2
+assert ring._num_records == 2
 """
     )
     run_on_tmpfs(tmp_path, "512k", script, f"{tmp_path}/ring")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from honed.adapt.models.trainable import LayerAttention
 from honed.recalib.config.drafter import Convolution, DrafterConfig, Markov, Selector
-from honed.recalib.config.presets import PRESETS, Preset, completed, decay_tokens, even_layer_ids, learning_rate, preset_of
-from honed.recalib.config.speculators import flat, nested
+from honed.recalib.config.presets import PRESETS, Preset, decay_tokens, even_layer_ids, learning_rate, preset_of
+from honed.recalib.config.speculators import flat
 from honed.recalib.config.trainer import TrainerSettings
 
 QWEN3_8B: dict[str, Any] = {
@@ -71,7 +72,6 @@ SPECULATORS: dict[str, Any] = {
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.drafter)
 def test_every_preset_follows_the_rule_of_the_paper(preset: Preset) -> None:
     assert preset.target_layer_ids == even_layer_ids(preset.num_target_layers, len(preset.target_layer_ids))
-    assert preset.decay_tokens in (4.0, 5.0, 7.0)
 
 
 def test_the_checkpoint_s_own_config_comes_first() -> None:
@@ -149,31 +149,15 @@ def test_speculators_config_is_read_as_vllm_reads_it() -> None:
 
 
 def test_both_forms_are_one_drafter() -> None:
-    raw = completed(QWEN3_8B)
-    written = nested(raw, "Qwen/Qwen3-8B", ["Qwen3ForCausalLM"])
-    again = DrafterConfig.from_json(written)
-    assert again == DrafterConfig.from_json(raw)
-    speculators = pytest.importorskip("vllm.transformers_utils.configs.speculators", reason="vLLM is not installed")
-    assert speculators.SpeculatorsConfig.extract_vllm_speculative_config(written) == {
-        "method": "dflash",
-        "num_speculative_tokens": 15,
-    }
+    """Only z-lab's says how many layers the target has."""
+    ours, theirs = DrafterConfig.from_json(QWEN3_8B), DrafterConfig.from_json(SPECULATORS | {"block_size": 16})
+    assert replace(theirs, num_target_layers=36) == ours
 
 
 def test_speculators_blocks_that_are_seen_one_way_are_causal_in_every_layer() -> None:
     """As vLLM 0.32 drafts, whatever a layer's window."""
     config = DrafterConfig.from_json(SPECULATORS | {"sliding_window_non_causal": False})
     assert config.attention == (LayerAttention(None, is_causal=True),) * 5
-    written = nested(completed(flat(SPECULATORS | {"sliding_window_non_causal": False})), "target", [])
-    assert written["sliding_window_non_causal"] is False
-
-
-def test_causal_and_other_layers_together_cannot_be_said_in_speculators_form() -> None:
-    mixed = {"layer_types": ["sliding_attention"] * 4 + ["full_attention"], "sliding_window": 2048, "use_sliding_window": True}
-    with pytest.raises(ValueError, match="keep the drafter in z-lab's form"):
-        nested(completed(QWEN3_8B | mixed), "target", [])
-    both_ways = completed(QWEN3_8B | mixed | {"dflash_config": {"causal": False}})
-    assert DrafterConfig.from_json(nested(both_ways, "target", [])) == DrafterConfig.from_json(both_ways)
 
 
 @pytest.mark.parametrize("where", ["partial_rotary_factor", "rope_parameters", "rope_scaling"])
@@ -221,8 +205,6 @@ def test_dflash2_is_read_in_both_forms() -> None:
     del fields["selector_rank"]
     with pytest.raises(ValueError, match="no 'selector_rank'"):
         DrafterConfig.from_json(ours | {"dflash_config": fields | {"mask_token_id": 5}})
-    with pytest.raises(ValueError, match="DFlash2 is kept in the form"):
-        nested(completed(ours), "target", [])
 
 
 def test_dspark_is_read_in_both_forms() -> None:
@@ -238,8 +220,6 @@ def test_dspark_is_read_in_both_forms() -> None:
     assert (theirs.method, theirs.num_draft_tokens) == ("dspark", SPECULATORS["block_size"] - 1)
     assert theirs.markov == Markov(256, drafts_from_anchor=False)
     assert theirs.target_layer_ids == config.target_layer_ids
-    with pytest.raises(ValueError, match="DSpark is kept in the form"):
-        nested(completed(ours), "target", [])
     refused = {
         "'markov_rank'; is this a DSpark drafter": {"markov_rank": None},
         "a Markov head of type gated is not supported": {"markov_head_type": "gated"},

@@ -325,15 +325,14 @@ print("came late:", *sorted(set(sys.modules) - before))
 
 def test_the_log_says_which_daemon_is_waited_for_and_that_it_was_found(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/engine.sock"
-    command = [
-        sys.executable,
-        "-m",
-        "honed.recalib.process.trainer",
-        "--endpoint",
-        endpoint,
-        "--state-dir",
-        str(tmp_path / "state"),
-    ]
+    program = f"""
+from pathlib import Path
+from honed.recalib.config.trainer import TrainerSettings
+from honed.recalib.process.trainer import run
+
+run(TrainerSettings(), {endpoint!r}, state_dir=Path({str(tmp_path / "state")!r}))
+"""
+    command = [sys.executable, "-c", program]
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:

@@ -357,7 +357,7 @@ def test_a_record_that_is_overwritten_while_it_is_copied_is_lost_and_not_bad(
     ring, reader, pread = make(path), RingReader(path), os.pread
 
     def overtaken(fd: int, num_bytes: int, at: int) -> bytes:
-        if num_bytes > 500 and at > HEADER_BYTES and ring.num_records == 5:
+        if num_bytes > 500 and at > HEADER_BYTES and ring._num_records == 5:
             for first in range(100, 20 * 450, 20):
                 write(ring, first)
         return pread(fd, num_bytes, at)

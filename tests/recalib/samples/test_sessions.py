@@ -80,7 +80,7 @@ def test_gap_begins_another_stretch():
 
 def test_preempted_request_that_is_prefilled_again_goes_on():
     """The engine recomputes everything and says that it began anew; what is held is the same and stays."""
-    assembler, (stretch,) = assemble(
+    _, (stretch,) = assemble(
         record(0, [1, 2], FLAG_PREFILL),
         record(2, [3], FLAG_REJECTED),
         record(3, [4, 5]),
@@ -90,20 +90,17 @@ def test_preempted_request_that_is_prefilled_again_goes_on():
     )
     assert stretch.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert (stretch.num_prompt_tokens, stretch.breaks) == (2, (3,))
-    assert assembler.duplicate_rows == 5
     check(stretch)
 
 
 def test_wholly_repeated_record_changes_nothing():
-    assembler, (stretch,) = assemble(record(0, [1, 2, 3]), record(1, [2]), record(3, [4]), end())
+    _, (stretch,) = assemble(record(0, [1, 2, 3]), record(1, [2]), record(3, [4]), end())
     assert stretch.token_ids.tolist() == [1, 2, 3, 4]
-    assert assembler.duplicate_rows == 1
 
 
 def test_later_tokens_at_the_same_positions_are_right():
-    assembler, (stretch,) = assemble(record(0, [1, 2, 3, 4]), record(2, [9, 8]), end())
+    _, (stretch,) = assemble(record(0, [1, 2, 3, 4]), record(2, [9, 8]), end())
     assert stretch.token_ids.tolist() == [1, 2, 9, 8]
-    assert assembler.replaced_rows == 2
     check(stretch)
 
 

@@ -150,7 +150,7 @@ def test_a_poll_reads_all_there_is_unless_that_takes_too_long(tmp_path):
     traffic.discover()
     assert traffic.poll(16) == 2 * 2 * 16
     traffic._monotonic = lambda: 9.0
-    assert traffic.poll(16) == sum(ring.num_records for ring in rings) - 64
+    assert traffic.poll(16) == sum(ring._num_records for ring in rings) - 64
 
 
 def test_samples_survive_an_engine_that_restarts_with_the_same_model(tmp_path):

@@ -1,4 +1,4 @@
-"""Weights and reductions against their formulas, and the counts against plain loops."""
+"""Weights, reductions and accepted prefixes against their formulas."""
 
 from __future__ import annotations
 
@@ -51,22 +51,12 @@ def test_gradients_of_the_acceptance_length_match_finite_differences() -> None:
     assert torch.autograd.gradcheck(losses.negative_acceptance_length, alpha)
 
 
-def test_counts_are_censored_where_a_round_would_have_stopped() -> None:
-    labels = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3]])
-    drafts = torch.tensor([[1, 2, 3], [1, 9, 3], [9, 2, 3]])
-    counts = losses.count_acceptance(drafts, labels, torch.ones_like(labels, dtype=torch.bool))
-    assert counts.trials == (3, 2, 1)
-    assert counts.successes == (2, 1, 1)
-    assert counts.num_accepted_tokens == 3 + 1 + 0
-    assert counts.acceptance_length == pytest.approx(1 + 4 / 3)
-
-
-def test_unknown_labels_are_neither_tried_nor_accepted() -> None:
-    labels = torch.tensor([[1, 2, 3]])
-    is_valid = torch.tensor([[True, False, True]])
-    counts = losses.count_acceptance(labels, labels, is_valid)
-    assert (counts.trials, counts.successes) == ((1, 0, 0), (1, 0, 0))
-    assert losses.accepted_prefix(labels, labels, is_valid).tolist() == [1]
+def test_a_prefix_ends_at_the_first_wrong_or_unknown_token() -> None:
+    labels = torch.tensor([[1, 2, 3]] * 4)
+    drafts = torch.tensor([[1, 2, 3], [1, 9, 3], [9, 2, 3], [1, 2, 3]])
+    is_valid = torch.ones_like(labels, dtype=torch.bool)
+    is_valid[3, 1] = False
+    assert losses.accepted_prefix(drafts, labels, is_valid).tolist() == [3, 1, 0, 1]
 
 
 def test_the_hybrid_on_labels_is_the_hybrid_against_a_certain_target() -> None:
