@@ -61,6 +61,7 @@ DAEMON_MAY_TAKE_FROM_RECALIB = {
     "honed.recalib.registry.durable",
     "honed.recalib.registry.manifest",
     "honed.recalib.registry.target_digest",
+    "honed.recalib.registry.vocabulary",
     "honed.recalib.registry.weights_digest",
     "honed.recalib.gate.gate",
     "honed.recalib.config.compiler",

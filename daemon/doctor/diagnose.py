@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -31,6 +32,8 @@ from honed.daemon.errors import SettingsError
 from honed.daemon.settings.settings import Settings, load
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.registry.durable import read_document
+from honed.recalib.registry.manifest import RegistryError, read_manifest
+from honed.recalib.registry.vocabulary import VocabularyTensors, vocabulary_tensors
 
 PROMETHEUS = "http://127.0.0.1:9090"
 HTTP_TIMEOUT_S = 5.0
@@ -180,12 +183,14 @@ def _memory(settings: Settings, status: dict[str, Any] | None, command: Sequence
         return
     trainer = settings.trainer_settings()
     config, guess = _shape(settings, status, command)
+    vocabulary = _vocabulary(settings, status, command)
     is_fused = not any(engine.get("captures") == "layers" for engine in (status or {}).get("engines") or [])
     device = doctor_host.device_of(trainer.device)
 
     def need(device: str) -> doctor_memory.Need:
         scope = settings.recalibration.scope
-        return doctor_memory.need(replace(trainer, device=device), config, scope, is_fused=is_fused, guess=guess)
+        on_device = replace(trainer, device=device)
+        return doctor_memory.need(on_device, config, scope, is_fused=is_fused, vocabulary=vocabulary, guess=guess)
 
     needed, is_gpu = need(device), device.startswith("cuda")
     if is_gpu:
@@ -226,9 +231,7 @@ def _named(command: Sequence[str]) -> DrafterConfig | None:
 
 def _drafter(settings: Settings, status: dict[str, Any] | None) -> tuple[DrafterConfig | None, str]:
     """Shape of the active drafter, or of the newest one while no daemon says; None and the reason if unknown."""
-    active = ((status or {}).get("drafters") or {}).get("active") or ""
-    if status is None:
-        active = max((folder.name for folder in (settings.paths.registry / "versions").glob("v*")), default="")
+    active = _active(settings, status)
     if not active:
         return None, "no daemon says which version is active" if status is None else "no version is active yet"
     config = read_config(settings.paths.registry / "versions" / active)
@@ -238,3 +241,24 @@ def _drafter(settings: Settings, status: dict[str, Any] | None) -> tuple[Drafter
         return DrafterConfig.from_json(config), ""
     except (KeyError, TypeError, ValueError) as error:
         return None, f"version {active}: {error}"
+
+
+def _active(settings: Settings, status: dict[str, Any] | None) -> str:
+    """The active version, or the newest one while no daemon says; "" if there is none."""
+    if status is None:
+        return max((folder.name for folder in (settings.paths.registry / "versions").glob("v*")), default="")
+    return (status.get("drafters") or {}).get("active") or ""
+
+
+def _vocabulary(settings: Settings, status: dict[str, Any] | None, command: Sequence[str]) -> VocabularyTensors:
+    """Facts of the files of the drafter that `_shape` takes, and of its target's."""
+    if command and _named(command) is not None:
+        asked = parse(command)
+        drafter, targets = Path(asked.drafter), [asked.model]
+    else:
+        drafter = settings.paths.registry / "versions" / _active(settings, status)
+        targets = [str(engine.get("target_path") or "") for engine in (status or {}).get("engines") or []]
+        with suppress(RegistryError):
+            targets.append(read_manifest(drafter).target_path)
+    target = next((Path(path) for path in targets if path and Path(path).is_dir()), None)
+    return vocabulary_tensors(drafter, target) if target else VocabularyTensors()

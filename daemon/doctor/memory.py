@@ -16,6 +16,7 @@ from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.config.memory import MemoryEstimate, estimate_and_cures, in_words, usable_bytes, value_bytes
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.config.training import Scope
+from honed.recalib.registry.vocabulary import VocabularyTensors
 
 MEMINFO = Path("/proc/meminfo")
 SMI = ("nvidia-smi", "--query-gpu=index,memory.total,memory.free", "--format=csv,noheader,nounits")
@@ -72,12 +73,21 @@ class Need:
         return able[0] if able else ""
 
 
-def need(settings: TrainerSettings, config: DrafterConfig | None, scope: Scope, *, is_fused: bool, guess: str = "") -> Need:
+def need(
+    settings: TrainerSettings,
+    config: DrafterConfig | None,
+    scope: Scope,
+    *,
+    is_fused: bool,
+    vocabulary: VocabularyTensors,
+    guess: str = "",
+) -> Need:
     """Memory for training a drafter, by the trainer's own estimate.
 
     Args:
         config: the drafter's; None: a typical one, and `guess` says why.
         is_fused: whether engines capture fused features instead of the target's separate layers.
+        vocabulary: facts of the drafter's files and its target's.
     """
     config = config or TYPICAL
     shared_bytes, compute_bytes = value_bytes(settings.device, settings.precision)
@@ -86,6 +96,8 @@ def need(settings: TrainerSettings, config: DrafterConfig | None, scope: Scope, 
         settings.training(scope, config.block_size, config.hidden_size),
         settings.rows_per_micro_step,
         is_fused=is_fused and scope != "full",
+        is_head_tied=vocabulary.is_head_tied,
+        own_values=vocabulary.own_values,
         shared_bytes=shared_bytes,
         compute_bytes=compute_bytes,
     )

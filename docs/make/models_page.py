@@ -70,6 +70,9 @@ SIZES: dict[str, dict[str, Any]] = {
     | {"hidden_size": 4096, "intermediate_size": 11_008, "vocab_size": 151_680, "attention_bias": True, "mtp": MIMOS},
 }
 
+TIED = ("DFlash, 5 layers with Qwen3-4B's sizes",)
+"""Of `SIZES`: the target's head is its embedding."""
+
 
 def text() -> str:
     """The page."""
@@ -94,7 +97,8 @@ def _memory_row(name: str) -> str:
         for scope in ("kv-frozen", "full"):
             trainer = TrainerSettings()
             settings = trainer.training(scope, config.block_size, config.hidden_size)
-            needed = estimate(config, settings, trainer.rows_per_micro_step, shared_bytes=shared, compute_bytes=compute)
+            rows, is_tied = trainer.rows_per_micro_step, name in TIED
+            needed = estimate(config, settings, rows, is_head_tied=is_tied, shared_bytes=shared, compute_bytes=compute)
             cells.append(f"{needed.total_bytes / GIB:.1f}")
     return f"| {name} | {' | '.join(cells)} |"
 

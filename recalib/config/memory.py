@@ -1,7 +1,7 @@
 """Estimate of a training's memory and disk, made before it begins, and the refusal of a training that doesn't fit.
 
     weights      float32 master weights of the drafter, and its parent's for comparison
-    target       embedding and head, or the drafter's own head; the server's copies are in another process and can't be shared
+    target       embedding and head, and the drafter's and its parent's own; the server's are in another process, not shared
     copies       of trained parameters, in the type of matrix products where that isn't float32: the backward pass needs them
     gradients    of the trained parameters, float32
     optimizer    AdamW's two moments, and the moving average if there is one
@@ -59,6 +59,7 @@ def estimate(
     *,
     is_fused: bool = True,
     is_head_tied: bool = False,
+    own_values: int | None = None,
     shared_bytes: int = FLOAT,
     compute_bytes: int = FLOAT,
 ) -> MemoryEstimate:
@@ -67,7 +68,8 @@ def estimate(
     Args:
         rows: T of a micro-step.
         is_fused: whether rows are fused features, rather than the target's concatenated layers.
-        is_head_tied: whether head and embedding are one tensor.
+        is_head_tied: whether the target's head and embedding are one tensor.
+        own_values: of the drafter's own embedding and head; None: unknown, and taken as those of a reduced vocabulary's head.
         shared_bytes: per value of the embedding and the head; 2 if they are kept in bfloat16.
         compute_bytes: per value that a layer keeps; 2 under bfloat16.
     """
@@ -75,8 +77,9 @@ def estimate(
     blocks = settings.anchors_per_micro_step
     embedding = config.vocab_size * config.hidden_size * shared_bytes
     heads = 0 if is_head_tied else embedding
-    if config.draft_vocab_size is not None:  # the drafter's own head, its parent's, and the target's rows of its words
-        heads += 3 * config.draft_vocab_size * config.hidden_size * FLOAT
+    reduced = (config.draft_vocab_size or 0) * config.hidden_size
+    heads += FLOAT * reduced  # the target's rows of the drafter's words
+    heads += 2 * FLOAT * (reduced if own_values is None else own_values)  # the drafter's own, and its parent's
     experts = config.mtp.experts if config.mtp else None
     if experts is not None:
         heads += 3 * experts.count * experts.intermediate_size * config.hidden_size * shared_bytes

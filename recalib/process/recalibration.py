@@ -22,7 +22,7 @@ import torch
 
 from honed.adapt.protocol import wire
 from honed.adapt.protocol.fields import MAX_TEXT_CHARS
-from honed.recalib.config.memory import MemoryBudgetError
+from honed.recalib.config.memory import MemoryBudgetError, in_words
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.drafter.checkpoint import CheckpointError, save_drafter
 from honed.recalib.drafter.drafter import Drafter
@@ -101,6 +101,9 @@ class Recalibration:
             self._conclude(end.value)
         except (OperationError, MemoryBudgetError, RegistryError, CheckpointError) as error:
             self._end(str(error))
+        except torch.OutOfMemoryError as error:
+            log.error("out of memory", operation_id=self.request.operation_id, error=str(error))
+            self._end(self._out_of_memory())
         except Exception as error:  # the boundary: after any failure the daemon gets an answer and the process continues
             log.exception("operation failed", operation_id=self.request.operation_id)
             self._end(f"{type(error).__name__}: {error}".splitlines()[0])
@@ -306,6 +309,20 @@ class Recalibration:
         return self._gate.sessions_needed(self.request.error_share)
 
     # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _out_of_memory(self) -> str:
+        settings, where = self._settings, self._run.device if self._run is not None else "the device"
+        blocks, gathered = settings.anchors_per_micro_step, settings.micro_steps_per_update
+        cures = [] if settings.gradient_checkpointing else ["set trainer.gradient_checkpointing = true"]
+        if blocks > 1:
+            cures.append(
+                f"set trainer.anchors_per_micro_step = {blocks // 2} and trainer.micro_steps_per_update = {2 * gathered}"
+            )
+        cures.append("train on another device (trainer.device)")
+        return (
+            f"{where} ran out of memory: {in_words(self.progress.memory_bytes)} were estimated, and others have taken what was "
+            f"free, or the estimate is too low; {', or '.join(cures)}"
+        )
 
     def _end(self, error: str) -> None:
         self._conclude(self._result(ok=False, error=error))

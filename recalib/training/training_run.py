@@ -29,6 +29,7 @@ from honed.recalib.drafter.checkpoint import (
 )
 from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.registry.target_digest import digest_of_target
+from honed.recalib.registry.vocabulary import vocabulary_tensors
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.samples.selection import Selection
 from honed.recalib.samples.stretch import Stretch
@@ -85,6 +86,7 @@ class TrainingRun:
         self._device = self._devices[0]
         self._config = read_drafter_config(parent_dir, request.num_draft_tokens)
         target_head_names(request.target_path)  # not only when all samples are in
+        self._vocabulary = vocabulary_tensors(parent_dir, Path(request.target_path))
         if request.scope not in ("kv-frozen", "full"):
             raise OperationError(f"unknown scope {request.scope!r}: kv-frozen and full are known")
         block_size, width = self._config.block_size, self._config.hidden_size
@@ -130,6 +132,8 @@ class TrainingRun:
             self._training,
             self._settings.rows_per_micro_step,
             is_fused=self._feed.is_fused,
+            is_head_tied=self._vocabulary.is_head_tied,
+            own_values=self._vocabulary.own_values,
             shared_bytes=self._shared_dtype.itemsize,
             compute_bytes=dtype.itemsize,
         )

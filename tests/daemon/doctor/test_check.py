@@ -36,6 +36,8 @@ from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.config.memory import MemoryEstimate
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.config.training import Precision, Scope
+from honed.recalib.registry.registry import Registry
+from honed.recalib.registry.vocabulary import VocabularyTensors, vocabulary_tensors
 from honed.recalib.training import training_run
 from honed.recalib.training.progress import Progress
 from tests.daemon.commands.show.test_status import HEALTHY
@@ -171,11 +173,14 @@ def test_the_need_is_what_the_trainer_says(monkeypatch: pytest.MonkeyPatch, scop
     feed = SimpleNamespace(is_fused=scope != "full")
     run = training_run.TrainingRun(request, settings, TINY / "drafter", feed, Progress(), lambda: 0.0, None)  # type: ignore[arg-type]
     run.check_memory()
-    assert said == [doctor_memory.need(settings, tiny_config(), scope, is_fused=feed.is_fused).estimate]
+    vocabulary = vocabulary_tensors(TINY / "drafter", TINY / "target")
+    needed = doctor_memory.need(settings, tiny_config(), scope, is_fused=feed.is_fused, vocabulary=vocabulary)
+    assert said == [needed.estimate]
 
 
 def test_a_drafter_that_is_not_known_is_guessed_and_that_is_said() -> None:
-    found = doctor_memory.need(TrainerSettings(), None, "kv-frozen", is_fused=True, guess="no version is active yet")
+    guess, unknown = "no version is active yet", VocabularyTensors()
+    found = doctor_memory.need(TrainerSettings(), None, "kv-frozen", is_fused=True, vocabulary=unknown, guess=guess)
     assert 23 * GIB < found.total_bytes < 25 * GIB  # 1.05 B parameters, in float32
     assert "a guess, as for the drafter of an 8B target: no version is active yet" in str(found)
     assert "a guess" in only(doctor_memory.check_gpu(SMI, "cuda:1", found)).text
@@ -210,6 +215,34 @@ def test_memory_is_judged_for_the_drafter_that_a_command_names(tmp_path: Path, d
     assert ("a guess" in found.text) == is_guess
     (found,) = diagnose._room(settings, None, command)
     assert ("GiB for drafter versions" in found.text) == is_guess
+
+
+def test_embeddings_and_heads_are_counted_by_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the drafter and the target of a command, else of the active version and the target of its engine or manifest."""
+    settings = load(None, {"paths": {"state_dir": tmp_path, "runtime_dir": tmp_path}}, {})
+    told, need = list[VocabularyTensors](), doctor_memory.need
+
+    def note(*args: Any, vocabulary: VocabularyTensors, **about: Any) -> doctor_memory.Need:
+        told.append(vocabulary)
+        return need(*args, vocabulary=vocabulary, **about)
+
+    def seen(status: dict[str, Any] | None, command: list[str]) -> VocabularyTensors:
+        list(diagnose._memory(settings, status, command))
+        return told[-1]
+
+    monkeypatch.setattr(doctor_memory, "need", note)
+    drafter, target = str(TINY / "drafter"), str(TINY / "target")
+    command = ["vllm", "serve", target, "--speculative-config", json.dumps({"method": "dflash", "model": drafter})]
+    known, unknown = vocabulary_tensors(TINY / "drafter", TINY / "target"), VocabularyTensors()
+    assert known.own_values is not None
+    assert seen(None, command) == known
+    assert seen(None, []) == unknown
+    registry = Registry(settings.paths.registry)
+    elsewhere, here = (registry.import_checkpoint(TINY / "drafter", target_path=path) for path in ("/nowhere", target))
+    assert seen({"drafters": {"active": here.version}}, []) == known
+    active = {"drafters": {"active": elsewhere.version}}
+    assert seen(active, []) == unknown
+    assert seen(active | {"engines": [{"target_path": target}]}, []) == known
 
 
 @pytest.mark.parametrize(("state", "is_judged"), [("idle", True), ("collecting", True), ("training", False), ("gating", False)])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from honed.recalib.config.drafter import Convolution, Eagle3, Experts, Markov, Mtp, Selector
 from honed.recalib.config.memory import (
@@ -18,10 +22,11 @@ from honed.recalib.config.memory import (
     state_bytes,
     version_bytes,
 )
-from honed.recalib.drafter.checkpoint import kind_of
+from honed.recalib.drafter.checkpoint import kind_of, load_drafter, load_target_head, save_drafter
 from honed.recalib.drafter.dflash import DrafterConfig
 from honed.recalib.drafter.drafter import Drafter, Vocabulary
 from honed.recalib.drafter.mtp import MtpDrafter
+from honed.recalib.registry.vocabulary import vocabulary_tensors
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
 
@@ -74,14 +79,28 @@ def make_drafter(config: DrafterConfig) -> Drafter:
 def measured_bytes(
     settings: TrainingSettings, is_fused: bool, has_goal: bool, is_kept: bool, config: DrafterConfig = CONFIG
 ) -> int:
-    """Most bytes of tensors that were alive at once in the second update: by then the optimizer has its moments.
-
-    What stays (weights, moments) is counted by its tensors, what comes and goes by the allocator's own record.
-    """
+    """`bytes_of` a drafter of this shape and its parent, whose head is the embedding."""
     drafter, parent = make_drafter(config), make_drafter(config)
     parent.embed_tokens = parent.lm_head = drafter.lm_head = drafter.embed_tokens
     if config == WITH_EXPERTS:
         parent.take_experts(*(buffer for name, buffer in drafter.named_buffers() if ".mlp." in name))
+    return bytes_of(drafter, parent, settings, is_fused, has_goal, is_kept)
+
+
+def bytes_of(
+    drafter: Drafter,
+    parent: Drafter,
+    settings: TrainingSettings,
+    is_fused: bool,
+    has_goal: bool,
+    is_kept: bool,
+    beside: Sequence[torch.Tensor] = (),
+) -> int:
+    """Most bytes of tensors that were alive at once in the second update: by then the optimizer has its moments.
+
+    What stays (weights, moments) is counted by its tensors, what comes and goes by the allocator's own record.
+    """
+    config = drafter.config
     width = config.hidden_size if is_fused else config.feature_size
     generator = torch.Generator().manual_seed(0)
     sample = TrainingSample(
@@ -97,6 +116,7 @@ def measured_bytes(
     trainer.step([sample], kept=[is_kept])
     gc.collect()
     kept = {p.data_ptr(): p.nbytes for d in (drafter, parent) for p in (*d.parameters(), *d.buffers())}
+    kept |= {tensor.data_ptr(): tensor.nbytes for tensor in beside}
     kept |= {t.data_ptr(): t.nbytes for t in trainer.state().values()}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         trainer.step([sample], kept=[is_kept])
@@ -164,6 +184,72 @@ def test_a_distribution_as_goal_is_counted(loss: str) -> None:
     needed = estimate(CONFIG, settings, ROWS, is_head_tied=True).total_bytes
     measured = measured_bytes(settings, True, True, False)
     assert measured <= needed < 1.8 * measured
+
+
+def save_pair(folder: Path, is_tied: bool, own: dict[str, str]) -> tuple[Path, Path]:
+    """Checkpoints of a target and of a drafter with these tensors of its own: "copy" of the target's, or "other"."""
+    target, made = folder / "target", folder / "drafter"
+    for path in (target, made):
+        path.mkdir()
+    size = CONFIG.vocab_size, CONFIG.hidden_size
+    about = {"vocab_size": size[0], "hidden_size": size[1], "num_hidden_layers": 5, "tie_word_embeddings": is_tied}
+    (target / "config.json").write_text(json.dumps(about))
+    theirs = {"model.embed_tokens.weight": torch.randn(size), "model.norm.weight": torch.ones(size[1])}
+    theirs |= {} if is_tied else {"lm_head.weight": torch.randn(size)}
+    save_file(theirs, target / "model.safetensors")
+    drafter = make_drafter(CONFIG)
+    raw = {name: value for name, value in asdict(CONFIG).items() if isinstance(value, int)} | {"model_type": "qwen3"}
+    dflash = {"mask_token_id": CONFIG.mask_token_id, "target_layer_ids": CONFIG.target_layer_ids}
+    (made / "config.json").write_text(json.dumps(raw | {"dflash_config": dflash}))
+    weights = save_drafter(drafter, made, made, torch.float32)
+    of_target = {"embed_tokens.weight": theirs["model.embed_tokens.weight"]}
+    of_target["lm_head.weight"] = theirs.get("lm_head.weight", of_target["embed_tokens.weight"])
+    brought = {name: of_target[name] if kind == "copy" else torch.randn(size) for name, kind in own.items()}
+    save_file(load_file(weights) | {name: tensor.clone() for name, tensor in brought.items()}, weights)
+    return made, target
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["head", "tied head"])
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"lm_head.weight": "other"},
+        {"embed_tokens.weight": "other", "lm_head.weight": "other"},
+        {"embed_tokens.weight": "copy", "lm_head.weight": "copy"},
+    ],
+    ids=["none", "own head", "own embedding and head", "copies"],
+)
+def test_embeddings_and_heads_are_counted_as_they_are_held(tmp_path: Path, own: dict[str, str], is_tied: bool) -> None:
+    """The target's once, a tied pair as one tensor; the drafter's own for the drafter and for its parent."""
+    made, target = save_pair(tmp_path, is_tied, own)
+    head = load_target_head(target)
+    drafter, parent = (load_drafter(made, target, head) for _ in range(2))
+    needed = estimate(drafter.config, SETTINGS, ROWS, **vocabulary_tensors(made, target)._asdict())
+    shared = [head.embed_tokens, head.lm_head]
+    held = {t.data_ptr(): t.nbytes for t in (*shared, *(t for d in (drafter, parent) for t in (d.embed_tokens, d.lm_head)))}
+    assert needed.parts["target"] == sum(held.values())
+    measured = bytes_of(drafter, parent, SETTINGS, True, False, True, shared)
+    assert measured <= needed.total_bytes < 1.8 * measured
+
+
+def test_a_head_that_is_no_copy_only_in_places_is_the_drafters_own(tmp_path: Path) -> None:
+    made, target = save_pair(tmp_path, True, {"lm_head.weight": "copy"})
+    assert vocabulary_tensors(made, target) == (True, 0)
+    tensors = load_file(made / "model.safetensors")
+    tensors["lm_head.weight"][::3] += 1.0
+    save_file(tensors, made / "model.safetensors")
+    assert vocabulary_tensors(made, target) == (True, CONFIG.vocab_size * CONFIG.hidden_size)
+    (target / "model.safetensors").unlink()
+    assert vocabulary_tensors(made, target) == (False, None), "unknown"
+
+
+def test_a_reduced_vocabularys_head_is_counted_without_its_files() -> None:
+    words, width = 500, CONFIG.hidden_size
+    config = replace(CONFIG, draft_vocab_size=words)
+    unknown = estimate(config, SETTINGS, ROWS).parts["target"]
+    assert unknown == estimate(config, SETTINGS, ROWS, own_values=words * width).parts["target"]
+    assert unknown == 4 * width * (2 * CONFIG.vocab_size + 3 * words)
 
 
 def test_parameters_are_counted_exactly() -> None:

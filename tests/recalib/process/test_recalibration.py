@@ -365,6 +365,24 @@ def test_unexpected_failure_is_a_result_too(site, monkeypatch):
     assert (result.ok, result.error) == (False, "ZeroDivisionError: division by zero")
 
 
+@pytest.mark.parametrize("is_recomputing", [False, True])
+def test_memory_that_runs_out_is_a_result_with_cause_and_cure(site, monkeypatch, is_recomputing):
+    """An estimate can be too low, and another process may take what was free."""
+    write_sessions(site.ring, "b", 40)
+
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("honed.recalib.training.training_run.MicroTrainer.parts", fail)
+    settings = replace(SETTINGS, gradient_checkpointing=is_recomputing, anchors_per_micro_step=16, micro_steps_per_update=8)
+    operation = site.begin(settings)
+    result = site.finish(operation)
+    assert not result.ok
+    assert re.match(r"cpu ran out of memory: \d+ MiB were estimated, and others have taken what was free, or", result.error)
+    assert ("trainer.gradient_checkpointing = true" in result.error) is not is_recomputing
+    assert "trainer.anchors_per_micro_step = 8 and trainer.micro_steps_per_update = 16, or train on another" in result.error
+
+
 def test_when_the_gate_refuses_what_was_trained_half_the_way_is_judged(site, monkeypatch):
     """A candidate that costs an old workload too much may still gain, and cost little, half-way to its parent."""
     write_sessions(site.ring, "b", 40)
