@@ -64,7 +64,7 @@ class Standing:
     num_answers: int = 0
     """Recalibrations that won something for it; another one follows."""
     kept: dict[str, float] = field(default_factory=dict)
-    """Acceptance lengths of other workloads after all of them, relative to before the first, as the gate expects them."""
+    """Acceptance lengths of other workloads after all of them, relative to before the first, as the gate judged them."""
 
     @property
     def is_given_up(self) -> bool:
@@ -221,7 +221,8 @@ class DriftAlarms:
         won = max((row["candidate"] / row["parent"] for row in gate if row.get("must_gain")), default=1.0)
         if won < WORTH_MORE and not operation.detail.get("is_cut_short"):
             return
-        ratios = {row["workload"]: row["candidate"] / row["parent"] for row in gate if not row.get("must_gain")}
+        others = [row for row in gate if not row.get("must_gain") and row.get("is_judged", True)]
+        ratios = {row["workload"]: row["candidate"] / row["parent"] for row in others}
         for one in answered:
             kept = one.kept | {workload: one.kept.get(workload, 1.0) * ratio for workload, ratio in ratios.items()}
             if min(kept.values(), default=1.0) < 1.0 - self._max_loss:

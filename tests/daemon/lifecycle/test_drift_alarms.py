@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -158,10 +159,18 @@ def test_an_alarm_that_comes_again_begins_no_new_attempts() -> None:
     assert [one.num_failed for one in alarms.due(1e9)] == [0]
 
 
-def win(alarms: DriftAlarms, now_s: float, gain: float = 1.003, *, is_cut_short: bool = True, other: float = 1.0) -> None:
-    """A recalibration of b succeeds."""
+def win(
+    alarms: DriftAlarms,
+    now_s: float,
+    gain: float = 1.003,
+    *,
+    is_cut_short: bool = True,
+    other: float = 1.0,
+    more: Sequence[dict[str, Any]] = (),
+) -> None:
+    """A recalibration of b succeeds; `more`: further rows of the gate's table."""
     gate: list[dict[str, Any]] = [{"workload": "a", "parent": 2.0, "candidate": 2.0 * other}]
-    gate += [{"workload": "b", "parent": 2.0, "candidate": 2.0 * gain, "must_gain": True}]
+    gate += [{"workload": "b", "parent": 2.0, "candidate": 2.0 * gain, "must_gain": True}, *more]
     detail = {"parent": "v0001-x", "workloads": ["b"], "gate": gate, "is_cut_short": is_cut_short}
     won = replace(operation(), detail=detail)
     alarms.answered_by(won, ["e"], ["b"], now_s)
@@ -192,6 +201,15 @@ def test_no_other_follows_once_all_of_them_together_have_cost_another_workload_t
     for number in range(10):
         win(alarms, 1000.0 * number, 1.2)
         assert alarms.view(1000.0 * number), "a gain, or no loss, ends nothing"
+
+
+def test_a_workload_with_too_few_sessions_to_judge_ends_nothing() -> None:
+    alarms = DriftAlarms(PAUSE_S)
+    alarms.note("e", alarm("b"))
+    win(alarms, 0.0, 1.2, more=[{"workload": "c", "parent": 2.0, "candidate": 1.8, "is_judged": False}])
+    assert [one["answers"] for one in alarms.view(0.0)] == [1]
+    win(alarms, 1000.0, 1.2, more=[{"workload": "c", "parent": 2.0, "candidate": 1.8, "is_judged": True}])
+    assert alarms.view(1000.0) == []
 
 
 def test_a_training_that_was_cut_short_is_followed_by_others_until_one_wins_nothing() -> None:
