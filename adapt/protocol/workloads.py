@@ -34,12 +34,18 @@ class WorkloadNames:
     Args:
         known: names with a place from the start.
         is_in_use: whether a name must keep its place though no label has asked for it for long.
+        on_lost: called with each name that loses its place.
     """
 
-    def __init__(self, known: Iterable[str] = (), is_in_use: Callable[[str], bool] = lambda name: False) -> None:
+    def __init__(
+        self,
+        known: Iterable[str] = (),
+        is_in_use: Callable[[str], bool] = lambda name: False,
+        on_lost: Callable[[str], object] = lambda name: None,
+    ) -> None:
         self._used_s = dict.fromkeys((name for name in known if name not in _RESERVED), 0.0)
         """Name -> its latest use, in this order."""
-        self._is_in_use = is_in_use
+        self._is_in_use, self._on_lost = is_in_use, on_lost
         self.num_pooled = 0
         """How often a label was counted as OTHER_WORKLOAD for want of room."""
 
@@ -61,4 +67,6 @@ class WorkloadNames:
             del self._used_s[oldest]
             if self._is_in_use(oldest):
                 self._used_s[oldest] = now_s
+            else:
+                self._on_lost(oldest)
         return True

@@ -80,6 +80,8 @@ class Spill:
         self._kind = ""
         self._held: deque[tuple[float, int, Key, SpilledStretch]] = deque()
         """Time of writing by `uptime`, bytes of the file, key, stretch; oldest first."""
+        self._dropped: list[tuple[int, Path]] = []
+        """Bytes and files that go as soon as files may."""
         self.num_bytes = 0
         self.is_frozen = False
         """True during an operation: its chosen samples must stay."""
@@ -96,6 +98,7 @@ class Spill:
             return
         self._kind = kind
         self._held.clear()
+        self._dropped.clear()
         self.num_bytes = 0
         for other in self.folder.glob("*"):
             if other.name != kind:
@@ -144,10 +147,20 @@ class Spill:
         """Workloads with any stretch here."""
         return {key[0] for _, _, key, _ in self._held}
 
+    def drop(self, workload: str) -> None:
+        """Drop all stretches of a workload. During an operation, which may have chosen some, their files go after it."""
+        self._dropped += [(num_bytes, stretch.path) for _, num_bytes, key, stretch in self._held if key[0] == workload]
+        self._held = deque(one for one in self._held if one[2][0] != workload)
+        self.expire()
+
     def expire(self) -> None:
-        """Remove files that are too old, and the oldest beyond the size limit."""
+        """Remove files that were dropped or are too old, and the oldest beyond the size limit."""
         if self.is_frozen:
             return
+        while self._dropped:
+            num_bytes, path = self._dropped.pop()
+            self.num_bytes -= num_bytes
+            path.unlink(missing_ok=True)
         oldest_s = self._uptime() - self._max_age_s
         while self._held and (self._held[0][0] < oldest_s or self.num_bytes > self.max_bytes):
             _, num_bytes, _, stretch = self._held.popleft()
@@ -157,6 +170,7 @@ class Spill:
     def purge(self) -> None:
         """Remove everything, even files of an earlier process and during an operation."""
         self._held.clear()
+        self._dropped.clear()
         self.num_bytes = 0
         remove(self.folder)
 

@@ -4,17 +4,21 @@ Memory is shared by water-filling. When the cap is reached, the stratum (workloa
 share drops one stretch. So a workload below its fair part never loses to a busy one. No session gets more than
 `max_session_share` of the cap, so no single client can decide what is learnt. If allowed, what doesn't fit in memory goes to
 disk (`spill`).
+
+Workloads are named as the engine names them (`adapt.protocol.workloads`). A name that makes room for a new label takes its
+samples along; until then they stay, however old.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
 
-from honed.adapt.protocol.workloads import workload_of
+from honed.adapt.protocol.workloads import WorkloadNames
 from honed.recalib.config.trainer import SampleSettings
 from honed.recalib.samples.hold_out import HoldOut
 from honed.recalib.samples.repetition import MAX_LOOP_PERIOD, MIN_LOOP_ROWS, longest_varied_stretch
@@ -26,11 +30,19 @@ from honed.recalib.samples.stretch import Stretch
 class SampleStore:
     """Stretches by workload and by side of the hold-out."""
 
-    def __init__(self, settings: SampleSettings, hold_out: HoldOut, seed: int = 0, spill: Spill | None = None) -> None:
-        self.settings, self._hold_out, self.spill = settings, hold_out, spill
+    def __init__(
+        self,
+        settings: SampleSettings,
+        hold_out: HoldOut,
+        seed: int = 0,
+        spill: Spill | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings, self._hold_out, self.spill, self._monotonic = settings, hold_out, spill, monotonic
         self.cap_bytes = settings.sample_bytes
         self._rng = np.random.default_rng(seed)
         self._strata: dict[tuple[str, bool], Stratum] = {}
+        self._names = WorkloadNames(on_lost=self._drop)
         self._sessions: Counter[str] = Counter()
         self._session_bytes: Counter[str] = Counter()
         self.num_bytes = 0
@@ -71,7 +83,7 @@ class SampleStore:
 
     def key_of(self, stretch: Stretch) -> Key:
         """Key of a stretch: its workload, and its session's side of the hold-out."""
-        return self._workload(stretch.workload), self._hold_out.is_held_out(stretch.session)
+        return self._names(stretch.workload, self._monotonic()), self._hold_out.is_held_out(stretch.session)
 
     def stretches(self, workload: str, is_held_out: bool) -> list[Stretch]:
         """Return the stretches of one workload on one side, on disk and in memory."""
@@ -103,15 +115,19 @@ class SampleStore:
         if self.spill is not None:
             self.spill.purge()
         self._strata.clear()
+        self._names = WorkloadNames(on_lost=self._drop)
         self._sessions.clear()
         self._session_bytes.clear()
         self.num_bytes = 0
 
-    def _workload(self, label: str) -> str:
-        known = {workload for workload, _ in self._strata}
-        if self.spill is not None and label not in known:  # the disk is searched only for new labels
-            known |= self.spill.workloads()
-        return workload_of(label, known)
+    def _drop(self, workload: str) -> None:
+        """Drop all stretches of a workload that has lost its name."""
+        for side in (False, True):
+            stratum = self._strata.pop((workload, side), None)
+            for stretch in stratum.stretches() if stratum else ():
+                self._forget_one(stretch)
+        if self.spill is not None:
+            self.spill.drop(workload)
 
     def _stratum_of(self, session: str, first: Stratum) -> Stratum:
         """Find a stratum with a stretch of the session, the given one last: the newest stretch should stay."""

@@ -31,13 +31,14 @@ def test_a_name_keeps_its_place_once_it_is_known():
 
 @pytest.mark.fault("labels that run out")
 def test_a_name_out_of_use_makes_room_the_oldest_first():
-    names = WorkloadNames()
+    lost = []
+    names = WorkloadNames(on_lost=lost.append)
     for number in range(MAX_WORKLOADS - 2):
         names(f"w{number}", float(number))
     assert names("late", RECENT_S - 1) == OTHER_WORKLOAD
     assert names("w0", RECENT_S) == "w0"
     assert names("late", RECENT_S) == OTHER_WORKLOAD, "w1 was used at 1 s"
-    assert names("late", RECENT_S + 1) == "late"
+    assert (names("late", RECENT_S + 1), lost) == ("late", ["w1"])
     assert (names("w1", RECENT_S + 1), names("w0", RECENT_S + 1)) == (OTHER_WORKLOAD, "w0")
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from honed.adapt.protocol import workloads
 from honed.recalib.config.trainer import SampleSettings
 from honed.recalib.samples.hold_out import HoldOut
 from honed.recalib.samples.ring_reader import RingReader
@@ -193,6 +194,30 @@ def test_while_an_operation_is_under_way_nothing_comes_or_goes(
     store.spill.is_frozen = False
     store.spill.expire()
     assert files(tmp_path) == []
+
+
+def test_a_workload_that_loses_its_name_leaves_the_disk_once_no_operation_may_have_chosen_it(
+    make: Callable[..., SampleStore], tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workloads, "MAX_WORKLOADS", 4)
+    store = make()
+    for i in range(30):
+        store.add(stretch(i, workload="ab"[i % 2]))
+    assert store.spill is not None
+    store.spill.is_frozen = True
+    before = set(files(tmp_path))
+    chosen = next(s for s in everything(store) if s.workload == "a" and isinstance(s, SpilledStretch))
+    monkeypatch.setattr(store, "_monotonic", lambda: time.monotonic() + workloads.RECENT_S)
+    store.add(stretch(30, workload="b"))
+    store.add(stretch(31, workload="c"))
+    assert store.workloads() == ["b", "c"]
+    assert set(files(tmp_path)) == before
+    assert same(chosen, stretch(int(chosen.session[1:]), workload="a"))
+    store.spill.is_frozen = False
+    store.spill.expire()
+    left = {s.path for s in everything(store) if isinstance(s, SpilledStretch)}
+    assert set(files(tmp_path)) == left < before
+    assert store.spill.num_bytes == sum(path.stat().st_size for path in left)
 
 
 def test_a_full_disk_loses_samples_and_nothing_else(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from honed.adapt.protocol import workloads
+from honed.adapt.protocol.workloads import MAX_WORKLOADS, RECENT_S
 from honed.recalib.config.trainer import SampleSettings
 from honed.recalib.samples.hold_out import HoldOut
 from honed.recalib.samples.reservoir import Stratum
@@ -141,11 +142,44 @@ def test_labels_beyond_the_limit_are_other(monkeypatch):
     assert "other" in held.workloads()
 
 
+@pytest.mark.fault("labels that run out")
+def test_a_new_label_takes_the_place_of_the_workload_that_was_silent_longest():
+    now_s = 0.0
+    held = SampleStore(SampleSettings(sample_bytes=1000 * BYTES), HOLD_OUT, monotonic=lambda: now_s)
+    for number in range(MAX_WORKLOADS - 2):
+        now_s += 1.0
+        for i in range(3):
+            held.add(stretch(f"s{number}-{i}", f"w{number}"))
+    held.add(stretch("s", "w0"))
+    now_s = RECENT_S + 1.0
+    held.add(stretch("early", "early"))
+    assert held.workloads() == sorted([*(f"w{number}" for number in range(MAX_WORKLOADS - 2)), "other"])
+    now_s = RECENT_S + 2.0  # w1 came at 2 s
+    held.add(stretch("late", "late"))
+    assert held.workloads() == sorted({"late", "other", *(f"w{number}" for number in range(MAX_WORKLOADS - 2))} - {"w1"})
+    everything = [s for w in held.workloads() for side in (False, True) for s in held.stretches(w, side)]
+    assert (held.num_stretches, held.num_sessions) == (len(everything), len({s.session for s in everything}))
+    assert held.num_bytes == sum(s.num_bytes for s in everything)
+    assert len(everything) == 3 * (MAX_WORKLOADS - 3) + 3
+    now_s = 1e9
+    held.add(stretch("more", "w0"))
+    assert "w5" in held.workloads(), "while nobody needs its name, what is old stays"
+
+
 def test_forget_leaves_nothing():
     held = store()
     held.add(stretch("s"))
     held.forget()
     assert (held.num_bytes, held.num_sessions, held.num_stretches, held.workloads()) == (0, 0, 0, [])
+
+
+def test_what_was_forgotten_keeps_no_name(monkeypatch):
+    monkeypatch.setattr(workloads, "MAX_WORKLOADS", 3)
+    held = store()
+    held.add(stretch("s", "a"))
+    held.forget()
+    held.add(stretch("s", "b"))
+    assert held.workloads() == ["b"]
 
 
 def test_stretch_becomes_tensors_bit_for_bit():
