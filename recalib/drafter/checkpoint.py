@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ class TargetHead:
 
     def is_last_of(self, target_layer_ids: Sequence[int]) -> bool:
         """Whether these layers tell the target's distribution: the last is among them, and its logits aren't capped."""
-        return list(target_layer_ids[-1:]) == [self.num_hidden_layers - 1] and not self.is_capped
+        return _is_last(target_layer_ids, self.num_hidden_layers, self.is_capped)
 
     def last_hidden(self, features: Tensor, config: DrafterConfig) -> Tensor | None:  # [T, A] -> [T, H_target]
         """The target's last hidden state, after its final norm, from unfused rows; None for a drafter that doesn't read it.
@@ -193,15 +193,35 @@ def load_target_head(target_dir: Path | str, config: DrafterConfig | None = None
     names, raw = target_head_names(folder), read_config(folder)
     text = text_config(raw)
     tensors = read_tensors(folder, {names.embed_tokens, names.lm_head, names.norm})
+    num_hidden_layers, is_capped = _layers_of(raw)
     return TargetHead(
         embed_tokens=tensors[names.embed_tokens],
         lm_head=tensors[names.lm_head],
         final_norm=tensors[names.norm] + 1.0 if adds_one(raw) else tensors[names.norm],
         rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-        num_hidden_layers=int(text["num_hidden_layers"]),
-        is_capped=bool(text.get("final_logit_softcapping")),
+        num_hidden_layers=num_hidden_layers,
+        is_capped=is_capped,
         experts=_load_experts(folder, config.mtp.experts) if config and config.mtp and config.mtp.experts else None,
     )
+
+
+def reads_last_hidden(config: DrafterConfig, target_dir: Path | str) -> bool:
+    """Whether a drafter reads the target's last hidden state (`TargetHead.last_hidden`). No tensor is read.
+
+    Raises:
+        CheckpointError: the target's config can't be read.
+    """
+    return config.mtp is not None or _is_last(config.target_layer_ids, *_layers_of(read_config(Path(target_dir))))
+
+
+def _layers_of(target: Mapping[str, Any]) -> tuple[int, bool]:
+    """Number of layers by a target's config.json, and whether its logits are soft-capped."""
+    text = text_config(target)
+    return int(text["num_hidden_layers"]), bool(text.get("final_logit_softcapping"))
+
+
+def _is_last(target_layer_ids: Sequence[int], num_hidden_layers: int, is_capped: bool) -> bool:
+    return list(target_layer_ids[-1:]) == [num_hidden_layers - 1] and not is_capped
 
 
 def _load_experts(folder: Path, experts: Experts) -> tuple[Tensor, Tensor]:  # [E, 2 * I, H], [E, H, I]

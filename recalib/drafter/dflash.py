@@ -185,11 +185,6 @@ class DFlashDrafter(Drafter):
         self.markov_head = MarkovHead(config, config.markov) if config.markov else None
         self._pair_head: Tensor | None = None
 
-    @property
-    def can_denoise(self) -> bool:
-        """Whether a token's scores don't need the token before it."""
-        return not self.config.pair_rank
-
     def scored(self, hidden: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:  # [N, K, H], [N, K] -> [N, K, H'], [W, H']
         """Rows and a head whose products are the scores of every token after a known previous one.
 

@@ -66,11 +66,6 @@ class Drafter(nn.Module, ABC):
         """Where it computes."""
         return self.embed_tokens.device
 
-    @property
-    def can_denoise(self) -> bool:
-        """Whether it may be given blocks of which some tokens are revealed."""
-        return False
-
     def to_target(self, words: Tensor) -> Tensor:
         """Token ids of the drafter's words, of any shape."""
         return words if self.words is None else self.words[words]

@@ -142,7 +142,7 @@ def draft_blocks(
                 anchors,
                 packed.segments,
                 num_draft_tokens,
-                tokens if drafter.can_denoise else None,
+                tokens if drafter.config.can_denoise else None,
             )
             return drafter.best_drafts(hidden, packed.token_ids[anchors])
 

@@ -150,12 +150,14 @@ class Recalibration:
         request, why_unusable = self.request, self._why_unusable(parent, run.vocab_size)
         samples = Selection(self._feed.store, lambda one: not why_unusable(one), request.workloads, request.since_s)
         lost_then = self._feed.num_lost()
+        run.check_features()
         run.check_memory()
         while missing := self._missing(samples):
             if self.elapsed_s > self._settings.collect_s:
                 unused = self._unused(why_unusable, self._feed.num_lost() - lost_then)
                 raise OperationError(f"too few samples after {self.elapsed_s:.0f} s: {missing}; {unused}{_COLLECT_CURE}")
             yield "collecting"
+            run.check_features()
         yield "training"
         run.check_memory()  # memory that was free may be in use now
         run.load_head()

@@ -160,9 +160,14 @@ class JointFeed:
         return sum((feed.num_lost() for feed in self._feeds), Counter())
 
     @property
+    def features(self) -> Features | None:
+        """As `Feed.features`."""
+        return self.store.features
+
+    @property
     def is_fused(self) -> bool:
         """As `Feed.is_fused`."""
-        return is_fused(self.store.features)
+        return is_fused(self.features)
 
 
 class Traffic:

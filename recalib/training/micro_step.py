@@ -69,7 +69,7 @@ class MicroTrainer:
     def __init__(self, drafter: Drafter, settings: TrainingSettings | None = None, parent: Drafter | None = None) -> None:
         self.drafter = drafter
         self.settings = settings or TrainingSettings()
-        if not drafter.can_denoise and self.settings.denoising_steps > 1:
+        if not drafter.config.can_denoise and self.settings.denoising_steps > 1:
             raise ValueError("this kind of drafter can't denoise in steps: set trainer.denoising_steps = 1")
         set_scope(drafter, self.settings.scope)
         drafter.recomputes_layers = self.settings.gradient_checkpointing

@@ -1,5 +1,6 @@
 """One operation, unit by unit, with a clock that the test turns."""
 
+import json
 import re
 import time
 from dataclasses import replace
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from honed.adapt.protocol import wire
 from honed.adapt.protocol.sample_ring import FLAG_PREFILL
 from honed.attach.capture.ring_writer import RingWriter
+from honed.recalib.config.drafter import Mtp
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.drafter.checkpoint import load_drafter
 from honed.recalib.gate.gate import GateSettings, judge
@@ -545,6 +547,67 @@ def test_a_training_that_does_not_fit_is_refused_before_it_waits_for_samples(sit
     assert (result.ok, result.steps) == (False, 0)
     assert "training needs" in result.error
     assert "trainer." in result.error
+
+
+NO_LAST_STATE = "loss = 'kl' needs the target's last hidden state, and this drafter doesn't read it"
+
+
+@pytest.mark.parametrize(
+    ("settings", "target", "drafter", "says"),
+    [
+        ({"loss": "kl"}, {"num_hidden_layers": 4}, {}, NO_LAST_STATE),
+        ({"loss": "kl"}, {"final_logit_softcapping": 30.0}, {}, NO_LAST_STATE),
+        (
+            {"denoising_steps": 2},
+            {},
+            {"architectures": ["Qwen3DSparkModel"], "markov_rank": 3},
+            "set trainer.denoising_steps = 1",
+        ),
+    ],
+)
+def test_settings_that_a_drafter_cannot_be_trained_with_are_refused_before_it_waits_for_samples(
+    site, tmp_path, settings, target, drafter, says
+):
+    for folder, changes in ((site.target, target), (tmp_path / "drafter", drafter)):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+    parent = site.registry.import_checkpoint(tmp_path / "drafter", target_path=str(site.target))
+    operation = site.begin(replace(SETTINGS, **settings), parent_version=parent.version)
+    operation.advance()
+    assert operation.result is not None
+    assert f"trainer.{next(iter(settings))}" in operation.result.error
+    assert says in operation.result.error
+
+
+@pytest.mark.parametrize(
+    ("settings", "request_", "says"),
+    [
+        ({"loss": "kl"}, {}, "loss = 'kl' needs the target's last hidden state, and the captured features are fused"),
+        ({}, {"scope": "full"}, "scope 'full' trains fc and needs unfused features"),
+    ],
+)
+def test_fused_features_that_cannot_be_used_are_refused_once_a_ring_has_them(site, settings, request_, says):
+    operation = site.begin(replace(SETTINGS, **settings), **request_)
+    feed = site.traffic.feeds[0]
+    known, feed.features = feed.features, None
+    operation.advance()
+    assert operation.progress.stage == "collecting"
+    run, config = operation._run, operation._run._config
+    feed.features = known
+    run._config = replace(config, mtp=Mtp(has_gate=False))
+    run.check_features()  # an MTP head's rows are the same in either form
+    run._config = config
+    operation.advance()
+    assert says in operation.result.error
+    assert "HONED_FEATURES=layers" in operation.result.error
+
+
+def test_unfused_features_can_be_used_with_any_loss_and_scope(site):
+    site.ring = RingWriter(site.ring.path, 1 << 22, 2 * WIDTH, feature_kind="layers")
+    operation = site.begin(replace(SETTINGS, loss="kl"), scope="full")
+    operation.advance()
+    assert operation.progress.stage == "collecting"
+    assert operation.result is None
 
 
 def test_a_target_whose_head_has_another_name_is_refused_before_it_waits_for_samples(site):
