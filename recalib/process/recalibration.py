@@ -242,14 +242,16 @@ class Recalibration:
     def _why_unusable(self, parent: Manifest, vocab_size: int) -> Callable[[Stretch], str]:
         """Return what says why a stretch can't be used, "" if it can.
 
-        Fused features are meaningful only to drafters with the same `fc` and `hidden_norm` as the one that made them.
+        Fused features are meaningful only to drafters with the same `fc` and `hidden_norm` as the one that made them. That one
+        may have been removed from the registry since.
 
         A token outside the vocabulary would end the training, and on a GPU the process. An answer of one token has no draft.
         """
         same = {m.version for m in self._registry.versions() if m.context_sha256 == parent.context_sha256}
 
         def why(stretch: Stretch) -> str:
-            if self._feed.is_fused and stretch.drafter_version and stretch.drafter_version not in same:
+            is_same = stretch.context == parent.context_sha256 or stretch.drafter_version in same
+            if self._feed.is_fused and stretch.drafter_version and not is_same:
                 return "answers with another drafter's features"
             if stretch.num_judged < 2:
                 return "answers of one token"

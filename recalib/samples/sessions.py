@@ -57,6 +57,7 @@ class _Open:
     seen_s: float = 0.0
     is_rejected: bool = False
     """The next token is the target's, in place of a rejected draft token."""
+    context: str = ""
 
     @property
     def end(self) -> int:
@@ -115,6 +116,7 @@ class _Open:
             breaks=tuple(self.breaks),
             earliest_s=self.came_s[0],
             taken_s=self.came_s[1],
+            context=self.context,
         )
 
 
@@ -167,7 +169,7 @@ class SessionAssembler:
             current = None
         if current is None:
             given = record.session, record.workload, record.drafter_version, record.first_position
-            current = _Open(*given, self._came_s())
+            current = _Open(*given, self._came_s(), context=self._context_of(record.drafter_version))
             self._open[record.request] = current
         self._open.move_to_end(record.request)
         current.seen_s = self._monotonic()

@@ -34,7 +34,7 @@ log = structlog.get_logger("honed.trainer")
 Key = tuple[str, bool]
 """Workload, and whether it is held out."""
 _NO_FEATURES = np.zeros((0, 0), np.uint8)
-_LABELS = ("session", "workload", "drafter_version", "first_position", "num_prompt_tokens", "breaks", "taken_s", "earliest_s")
+_LABELS = tuple(field.name for field in fields(Stretch) if field.name not in ("token_ids", "features"))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -204,4 +204,5 @@ def _open(path: Path) -> SpilledStretch:
         token_ids = file.get_tensor("token_ids")
         if file.get_slice("features").get_shape()[0] != len(token_ids):
             raise ValueError(f"{path} has rows for other tokens")
-    return SpilledStretch(token_ids=token_ids, features=_NO_FEATURES, path=path, **{name: labels[name] for name in _LABELS})
+    known = {name: labels[name] for name in _LABELS if name in labels}  # an older honed's have fewer
+    return SpilledStretch(token_ids=token_ids, features=_NO_FEATURES, path=path, **known)

@@ -29,6 +29,8 @@ class Stretch:
     """Unix time by which the first row had come; 0: unknown."""
     earliest_s: float = 0.0
     """Unix time before which it hadn't. The two are equal unless it was in the ring before the trainer was."""
+    context: str = ""
+    """Digest of what made its fused features; the version's name if that was unknown when it came; "" for other rows."""
 
     @property
     def num_rows(self) -> int:

@@ -4,11 +4,12 @@ import json
 import re
 import time
 from dataclasses import replace
+from shutil import copyfile, copytree
 
 import msgspec
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from honed.adapt.protocol import wire
 from honed.adapt.protocol.sample_ring import FLAG_PREFILL
@@ -18,6 +19,7 @@ from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.drafter.checkpoint import load_drafter
 from honed.recalib.gate.gate import GateSettings, judge
 from honed.recalib.process.recalibration import Recalibration, _blend
+from honed.recalib.process.trainer import contexts_of
 from honed.recalib.registry.registry import Registry
 from honed.recalib.samples.hold_out import HoldOut
 from honed.recalib.samples.selection import Selection
@@ -43,7 +45,7 @@ class Site:
         self.registry = Registry(folder / "registry")
         self.parent = self.registry.import_checkpoint(drafter, target_path=str(self.target))
         self.ring = RingWriter(folder / "engines" / "e" / "ring", 1 << 22, WIDTH)
-        self.traffic = Traffic(folder, SETTINGS, HoldOut(b"k" * 16))
+        self.traffic = Traffic(folder, SETTINGS, HoldOut(b"k" * 16), context_of=contexts_of(self.registry))
         self.traffic.discover()
         self.now_s = 0.0
         self.state_dir = None
@@ -337,6 +339,26 @@ def test_fused_features_of_another_fc_are_not_used(site):
         pass
     operation.advance()
     assert operation.progress.stage == "training"
+
+
+@pytest.mark.parametrize("has_same_fc", [True, False])
+def test_fused_features_outlive_the_version_that_made_them(site, has_same_fc):
+    """Whether they can be used is a matter of its fc, not of its place in the registry."""
+
+    def write(folder):
+        copytree(site.registry.path(site.parent.version), folder, dirs_exist_ok=True, copy_function=copyfile)
+        if not has_same_fc:
+            tensors = load_file(folder / "model.safetensors")
+            save_file(tensors | {"fc.weight": tensors["fc.weight"] + 1.0}, folder / "model.safetensors")
+
+    maker = site.registry.create(write).version
+    write_sessions(site.ring, "b", 40, version=maker)
+    operation = site.begin()  # reads the ring
+    site.registry.create(write)
+    site.registry.sync_aliases()
+    assert site.registry.prune(1, [site.parent.version]) == [maker]
+    operation.advance()
+    assert operation.progress.stage == ("training" if has_same_fc else "collecting")
 
 
 @pytest.mark.parametrize(
