@@ -140,28 +140,44 @@ class Sharing:
 
     def _exchange(self, shared: SharedRegistry) -> None:
         try:
+            try:
+                errors = self._share(shared)
+            except RegistryError as error:
+                errors = [str(error)]
+            for text in errors:
+                log.warning("versions can't be shared", error=text)
             with self._lock:
-                active = self._manifest_of_active()
-                paths = [engine.hello.target_path for engine in self._eligible.connected() if engine.hello is not None]
-                targets = {digest: path for path in sorted(paths) if (digest := self._drafters.digest_of(path))}
-            if active is not None and self._settings.publish and _is_made_here(active) and active.sha256 not in self._seen:
-                self._note("pushed", active, shared.push(active.version))
-            newest = {manifest.target_sha256: manifest for manifest in shared.missing(targets)}
-            for manifest in newest.values():
-                if _is_news(manifest, active) and manifest.sha256 not in self._seen:
-                    made = shared.fetch(manifest, targets[manifest.target_sha256])
-                    self._note("fetched", made, True)
-                    with self._lock:
-                        self._untried[made.version] = made
-            self._pool(shared)
-            with self._lock:
-                self.last_error, self.last_success_unix_s = "", self._clock()
-        except RegistryError as error:
-            log.warning("versions can't be shared", error=str(error))
-            with self._lock:
-                self.errors, self.last_error = self.errors + 1, str(error)
+                self.last_error = "; ".join(errors)
+                if errors:
+                    self.errors += 1
+                else:
+                    self.last_success_unix_s = self._clock()
         finally:
             self._is_exchanging = False
+
+    def _share(self, shared: SharedRegistry) -> list[str]:
+        """Push, fetch and pool once; return why single versions couldn't be fetched. Raises RegistryError for the rest."""
+        with self._lock:
+            active = self._manifest_of_active()
+            paths = [engine.hello.target_path for engine in self._eligible.connected() if engine.hello is not None]
+            targets = {digest: path for path in sorted(paths) if (digest := self._drafters.digest_of(path))}
+        if active is not None and self._settings.publish and _is_made_here(active) and active.sha256 not in self._seen:
+            self._note("pushed", active, shared.push(active.version))
+        newest = {manifest.target_sha256: manifest for manifest in shared.missing(targets)}
+        errors = []
+        for manifest in newest.values():
+            if not _is_news(manifest, active) or manifest.sha256 in self._seen:
+                continue
+            try:
+                made = shared.fetch(manifest, targets[manifest.target_sha256])
+            except RegistryError as error:  # the other targets' versions may be sound
+                errors.append(str(error))
+                continue
+            self._note("fetched", made, True)
+            with self._lock:
+                self._untried[made.version] = made
+        self._pool(shared)
+        return errors
 
     def _pool(self, shared: SharedRegistry) -> None:
         """Tell others how the versions on trial do here, and hear how they do there."""

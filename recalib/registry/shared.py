@@ -5,8 +5,9 @@
 
 The URL is fsspec's (`file:///mnt/nfs/honed`, `s3://bucket/honed`, …). Versions are named by their content, since each host's
 registry has its own numbers. honed never changes or removes anything there. A version exists once its manifest does, which is
-written last. Fetched files are compared with it before they enter the registry. Each host keeps its own aliases: it decides
-itself which version is active.
+written last. Fetched files are compared with it before they enter the registry. What isn't as its manifest says is downloaded
+again only once it was written anew, or after an hour. Each host keeps its own aliases: it decides itself which version is
+active.
 
 Evidence is what a trial's bets have made so far (`adapt.monitor.evidence`). Only its own host writes a trial's file, again and
 again. Trials are kept: a product over all is a test, over chosen ones it isn't. The first `MOST_TRIALS` by name are read: names
@@ -19,6 +20,7 @@ import math
 import os
 import re
 import socket
+import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +49,8 @@ MOST_PAIRS, LEAST_LOG = 10_000_000, 1e9
 """Bounds of what a trial may tell: pairs, and how far below 0 a bet's ln is."""
 MOST_TRIALS = 256
 """Trials of two versions that are read."""
+DAMAGED_S = 3600.0
+"""Time after which a damaged version is downloaded again though nobody wrote it anew: the damage may be the network's."""
 _TRIAL = re.compile(r"[0-9a-f]{8,64}\.json")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -74,6 +78,16 @@ class TrialReport(msgspec.Struct, frozen=True):
         return found
 
 
+def _size(about: Mapping[str, Any]) -> int | None:
+    """Bytes of a file; None if unknown, or for what is no file: a pipe would block for ever."""
+    return about.get("size") if about.get("type") == "file" else None
+
+
+def _stamp(about: Mapping[str, Any]) -> str:
+    """What tells a file's content apart from what was there before."""
+    return repr(sorted((key, str(value)) for key, value in about.items() if key in _STAMPS))
+
+
 def without_credentials(text: str) -> str:
     """A URL, or a text with one, without its credentials."""
     return _CREDENTIALS.sub("//", text)
@@ -82,13 +96,13 @@ def without_credentials(text: str) -> str:
 class SharedRegistry:
     """Versions under one URL, and transfers between there and this host's registry."""
 
-    def __init__(self, url: str, registry: Registry) -> None:
+    def __init__(self, url: str, registry: Registry, monotonic: Callable[[], float] = time.monotonic) -> None:
         """Find the file system for the URL's protocol; nothing is read yet.
 
         Raises:
             RegistryError: there is none, or fsspec isn't installed.
         """
-        self.url, self._registry = url, registry
+        self.url, self._registry, self._monotonic = url, registry, monotonic
         try:
             import fsspec
             import fsspec.implementations.local
@@ -103,6 +117,8 @@ class SharedRegistry:
         self._versions = f"{self._root.rstrip('/')}/versions"
         self._evidence = f"{self._root.rstrip('/')}/evidence"
         self._known: dict[str, Manifest] = {}
+        self._damaged: dict[str, tuple[str, float, str]] = {}
+        """By digest of the weights: what tells the files' content apart, time of the next download, and the error."""
         self._heard: dict[str, tuple[str, dict[str, Floats]]] = {}
         """By file: what tells its content apart, and its evidence."""
 
@@ -145,27 +161,42 @@ class SharedRegistry:
 
     def fetch(self, manifest: Manifest, target_path: str) -> Manifest:
         """Add a version from there to the registry. Raises RegistryError: unreadable, or not what its manifest says."""
+        return self._reaching(lambda: self._fetch(manifest, target_path))
+
+    def _fetch(self, manifest: Manifest, target_path: str) -> Manifest:
         place = f"{self._versions}/{manifest.sha256}"
+        cure = f"remove {place}, and push it again"
+        found = {name: self._fs.info(f"{place}/{name}") for name in (WEIGHTS, CONFIG)}
+        stamp, now_s = " ".join(map(_stamp, found.values())), self._monotonic()
+        known = self._damaged.get(manifest.sha256)
+        if known is not None and known[0] == stamp and now_s < known[1]:
+            raise RegistryError(known[2])
 
         def write(folder: Path) -> None:
-            for name, told, most_bytes in (
-                (WEIGHTS, manifest.sha256, manifest.bytes),
-                (CONFIG, manifest.config_sha256, MAX_DOCUMENT_BYTES),
+            for name, told, least_bytes, most_bytes in (
+                (WEIGHTS, manifest.sha256, manifest.bytes, manifest.bytes),
+                (CONFIG, manifest.config_sha256, 0, MAX_DOCUMENT_BYTES),
             ):
-                if (num_bytes := self._size(f"{place}/{name}")) is None or num_bytes > most_bytes:
-                    raise RegistryError(f"{place}/{name} has {num_bytes} bytes, at most {most_bytes} are expected: remove it")
+                num_bytes = _size(found[name])
+                if num_bytes is None or not least_bytes <= num_bytes <= most_bytes:
+                    wanted = f"{most_bytes}" if least_bytes == most_bytes else f"at most {most_bytes}"
+                    raise RegistryError(f"{place}/{name} has {num_bytes} bytes, {wanted} are expected: {cure}")
                 self._fs.get_file(f"{place}/{name}", str(folder / name))
-                if (found := sha256_file(folder / name)) != told:
-                    raise RegistryError(
-                        f"{place}/{name} has sha256 {found[:16]}…, its manifest says {told[:16]}…: "
-                        f"remove {place}, and push it again"
-                    )
+                if (num_came := (folder / name).stat().st_size) != num_bytes:
+                    raise RegistryError(f"{place}/{name} was cut off after {num_came} bytes") from ConnectionError()
+                if (sha256 := sha256_file(folder / name)) != told:
+                    raise RegistryError(f"{place}/{name} has sha256 {sha256[:16]}…, its manifest says {told[:16]}…: {cure}")
 
         about: dict[str, Any] = {
             name: getattr(manifest, name)
             for name in ("created_unix_s", "parent", "scope", "figures", "data_window", "vllm_version", "note", "origin")
         }
-        return self._reaching(lambda: self._registry.create(write, target_path=target_path, **about))
+        try:
+            return self._registry.create(write, target_path=target_path, **about)
+        except RegistryError as error:
+            if not isinstance(error.__cause__, OSError):  # it is damaged; the disk and the network may be well again soon
+                self._damaged[manifest.sha256] = stamp, now_s + DAMAGED_S, str(error)
+            raise
 
     def tell(self, old: str, new: str, trial: str, pairs: int, evidence: Mapping[str, Floats]) -> None:
         """Write a trial's evidence, in place of what it told before. Raises RegistryError.
@@ -204,7 +235,7 @@ class SharedRegistry:
         """A file's evidence, read again only if it has changed; None for what isn't evidence."""
         if about.get("type") != "file" or not 0 < (about.get("size") or 0) <= MAX_DOCUMENT_BYTES:
             return None
-        stamp = repr(sorted((key, str(value)) for key, value in about.items() if key in _STAMPS))
+        stamp = _stamp(about)
         known = self._heard.get(place)
         if known is None or known[0] != stamp:
             try:
@@ -224,17 +255,12 @@ class SharedRegistry:
             return []
         return found
 
-    def _size(self, place: str) -> int | None:
-        """Bytes of a file; None if unknown, or for what is no file: a pipe would block for ever. Raises FileNotFoundError."""
-        found = self._fs.info(place)
-        return found.get("size") if found.get("type") == "file" else None
-
     def _manifest(self, name: str) -> Manifest | None:
         """Read a manifest, once: it is immutable."""
         if name not in self._known:
             try:
                 place = f"{self._versions}/{name}/{MANIFEST}"
-                if self._size(place) is None:
+                if _size(self._fs.info(place)) is None:
                     return None
                 # A longer one is cut, and so isn't JSON. By name: s3fs has another parameter before these.
                 text = self._fs.cat_file(place, start=0, end=MAX_DOCUMENT_BYTES)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
+from fsspec.implementations.local import LocalFileSystem
 from safetensors.numpy import load_file, save_file
 
 from honed.daemon.api.app import make_app
@@ -19,6 +22,7 @@ from honed.recalib.registry.manifest import RegistryError
 from honed.recalib.registry.shared import SharedRegistry
 from tests.daemon.conftest import flags_in, wait_for
 from tests.daemon.exposition import scrape
+from tests.daemon.fake_engine import ServingEngine
 from tests.daemon.lifecycle.hosts import Host, hosts
 from tests.daemon.lifecycle.test_lifecycle import write_checkpoint
 
@@ -112,6 +116,46 @@ def test_what_does_worse_there_goes_out_again_and_is_not_fetched_twice(make_host
     other.engine.serve(lambda: other.shared()["last_success_unix_s"] > successes, "another look")
     assert other.shared()["fetched"] == 1
     assert len(other.service.drafters.registry.versions()) == 2
+
+
+def test_a_damaged_version_costs_other_targets_and_trials_nothing(
+    make_host: Callable[..., Host], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = folder / "second"
+    second.mkdir()
+    (second / "config.json").write_text('{"hidden_size": 4}')
+    save_file({"model.norm.weight": np.full(4, 2.0, np.float32)}, second / "model.safetensors")
+    one = make_host("one", publish=False)
+    registry = one.service.drafters.registry
+    damaged = one.make(1.0)  # the older one comes first
+    good = registry.create(lambda at: write_checkpoint(at, 2.0), scope="kv-frozen", target_path=str(second))
+    place = SharedRegistry(f"file://{folder}/staging", registry)
+    for manifest in (damaged, good):
+        place.push(manifest.version)
+    weights = folder / "staging" / "versions" / damaged.sha256 / "model.safetensors"
+    weights.chmod(0o640)
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+
+    other = make_host("other", pool_evidence=True, try_fetched=False)
+    socket = other.service.settings.paths.engine_socket
+    with closing(ServingEngine(socket, engine_id="engine-1", checkpoint=other.engine.checkpoint)) as engine:
+        engine.attach(target_path=str(second))
+        other.try_out(other.make(9.0).version)
+        copied, get_file = list[str](), LocalFileSystem.get_file
+
+        def noting(files: LocalFileSystem, at: str, *more: Any) -> None:
+            copied.append(at)
+            get_file(files, at, *more)
+
+        monkeypatch.setattr(LocalFileSystem, "get_file", noting)
+        (folder / "shared").mkdir(exist_ok=True)
+        (folder / "staging" / "versions").rename(folder / "shared" / "versions")
+        wait_for(lambda: other.shared()["fetched"] == 1, "the sound version of the second target")
+        wait_for(lambda: list((folder / "shared" / "evidence").rglob("*.json")), "the trial's evidence")
+        errors = other.shared()["errors"]
+        wait_for(lambda: other.shared()["errors"] > errors + 1, "two more looks")
+        assert "its manifest says" in other.shared()["last_error"]
+        assert [Path(at).name for at in copied if damaged.sha256 in at] == [weights.name], "and it is downloaded once"
 
 
 def test_imported_weights_stay_where_they_are_and_older_ones_are_not_wanted(make_host: Callable[..., Host]) -> None:
