@@ -119,10 +119,14 @@ class Recalibration:
         """Raise OperationError when the operation takes too long."""
         trained_s, most_s = self.progress.train_seconds, self._settings.deadline_s
         if self._waited_s > most_s:
+            engines = "the engines on its device (trainer.yields_to) are rarely idle at the same time"
+            cure = "try again at a quieter time"
+            if self.progress.stage == "gating":  # whose computing counts, too
+                rows = self._settings.max_gate_rows
+                cure = f"judging {rows} held-out rows of a workload may take long, so lower trainer.max_gate_rows"
             raise OperationError(
-                f"not done after {self.elapsed_s:.0f} s, of which {trained_s:.0f} s were spent training: the engines "
-                "on its device (trainer.yields_to) are rarely idle at the same time; try again at a quieter time, or raise "
-                f"trainer.deadline_s ({most_s:.0f} s outside training)"
+                f"not done after {self.elapsed_s:.0f} s, of which {trained_s:.0f} s were spent training: {engines}; {cure}, or "
+                f"raise trainer.deadline_s ({most_s:.0f} s outside training)"
             )
 
     def cancel(self, reason: str) -> None:

@@ -204,5 +204,4 @@ def _open(path: Path) -> SpilledStretch:
         token_ids = file.get_tensor("token_ids")
         if file.get_slice("features").get_shape()[0] != len(token_ids):
             raise ValueError(f"{path} has rows for other tokens")
-    known = {name: labels[name] for name in _LABELS if name in labels}  # an older honed's have fewer
-    return SpilledStretch(token_ids=token_ids, features=_NO_FEATURES, path=path, **known)
+    return SpilledStretch(token_ids=token_ids, features=_NO_FEATURES, path=path, **{name: labels[name] for name in _LABELS})

@@ -245,6 +245,17 @@ def test_deadline_ends_an_operation_that_only_waits(site):
     assert "rarely idle at the same time" in operation.result.error
 
 
+def test_a_deadline_amid_judging_names_the_setting_that_bounds_it(site):
+    """It blamed idle engines that were busy judging."""
+    write_sessions(site.ring, "b", 40)
+    operation = site.begin()
+    while operation.progress.stage != "gating":
+        operation.advance()
+    site.now_s += SETTINGS.deadline_s + 1
+    operation.keep_waiting()
+    assert "trainer.max_gate_rows" in operation.result.error
+
+
 def test_where_little_time_is_left_for_training_what_was_learned_is_judged(site):
     """Beside requests training may get a fiftieth of the time: all micro-steps would take longer than the deadline."""
     write_sessions(site.ring, "b", 40)

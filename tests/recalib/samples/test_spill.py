@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import stat
 import time
@@ -13,8 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from honed.adapt.protocol import workloads
 from honed.recalib.config.trainer import SampleSettings
@@ -137,20 +134,6 @@ def test_a_trainer_that_is_started_again_takes_up_what_is_there(make: Callable[.
     assert len(files(tmp_path)) == len(spilled) - 1
     assert again.spill is not None
     assert again.spill.num_bytes == sum(path.stat().st_size for path in files(tmp_path))
-
-
-def test_what_an_older_trainer_wrote_is_taken_up(make: Callable[..., SampleStore], tmp_path: Path) -> None:
-    store = make(kept=1)
-    for i in range(2):
-        store.add(stretch(i))
-    (path,) = files(tmp_path)
-    with safe_open(path, framework="np") as file:
-        labels = json.loads(file.metadata()["labels"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    del labels["context"]
-    save_file(tensors, path, {"labels": json.dumps(labels)})
-    (found,) = everything(make())
-    assert (found.session, found.context) == (labels["session"], "")
 
 
 def test_rows_of_another_kind_go(make: Callable[..., SampleStore], tmp_path: Path) -> None:
