@@ -1,12 +1,11 @@
 """honed against vLLM's adaptive verification, whose own code runs (`vllm_adaptive`), on the same simulated traffic and costs.
 
 Every rule does the same work with the same luck. Goodput is tokens per simulated second after honed's warm-up (2,000 verify
-rounds or 20 simulated seconds, whichever ends later). The output has ratios of goodput. The first four and the last are medians
-over seeds (± half their range), the rest are from the first seed:
+rounds or 20 simulated seconds, whichever ends later). The output has ratios of goodput. The first three and the last are
+medians over seeds (± half their range), the rest are from the first seed:
 
     ahead       honed / vLLM, with lengths chosen a step ahead, as the attachment must; vLLM needn't
-    blind       as ahead, if it needn't either
-    with        as blind, with features of earlier rounds
+    at once     as ahead, if it needn't either
     fed         vLLM's rule / vLLM, with step costs and each workload's acceptance from honed
     oracle      an oracle that knows requests and costs, but not the drafts / vLLM
     sees        an oracle that also knows the drafts' own acceptance / vLLM
@@ -27,8 +26,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 from benchmarks.regret import warm_up_work
 from benchmarks.server.measured import commit, hardware
 from benchmarks.simulated.against_scenarios import SCENARIOS, Scenario
@@ -38,35 +35,20 @@ from benchmarks.simulated.traffic import Traffic
 from benchmarks.simulated.vllm_adaptive import AdaptiveVerification, FedVerification
 from honed.adapt.control.settings import ControllerSettings
 from honed.adapt.lengths.rules import make_rule
-from honed.adapt.protocol.wire import EventBatch
 from honed.adapt.steps.step_time import StepTimeModel
 
-COLUMNS = ("ahead", "blind", "with", "fed", "oracle", "sees", "anyway")
-NUM_SPREAD = 4
+COLUMNS = ("ahead", "at once", "fed", "oracle", "sees", "anyway")
+NUM_SPREAD = 3
 """Leading columns that are over all seeds."""
 
 
-class Blind(Steered):
-    """honed's loop on an engine that reports nothing about its drafts."""
-
-    def __init__(self, traffic: Traffic, settings: ControllerSettings, seed: int) -> None:
-        super().__init__(traffic, settings, seed)
-        observe = self.decider.observe
-        self.observe = lambda ids, drafted, accepted, features=None: observe(ids, drafted, accepted)  # type: ignore[method-assign]
-
-    def take(self, batch: EventBatch, now_s: float) -> None:
-        """Learn from a batch without its features."""
-        rounds = msgspec.structs.replace(batch.rounds, feature=[])
-        super().take(msgspec.structs.replace(batch, rounds=rounds), now_s)
-
-
-def run_honed(traffic: Traffic, seed: int, is_blind: bool, is_pipelined: bool = False) -> Outcome:
+def run_honed(traffic: Traffic, seed: int, is_pipelined: bool = False) -> Outcome:
     """Run honed's own loop."""
     cost = traffic.cost(0.0)
     settings = ControllerSettings(
         captured_tokens=cost.captured_tokens, equal_lengths="always" if cost.mixed_s > 0.0 else "never"
     )
-    policy = (Blind if is_blind else Steered)(traffic, settings, seed)
+    policy = Steered(traffic, settings, seed)
     return simulate(traffic, policy, on_batch=policy.take, is_pipelined=is_pipelined)
 
 
@@ -83,13 +65,12 @@ def measure(scenario: Scenario, seed: int, is_bounded: bool) -> dict[str, float]
     traffic = Traffic(replace(scenario.trace, seed=1000 + seed))
     fed = FedVerification(traffic, seed)
     runs = {
-        "ahead": run_honed(traffic, seed, is_blind=True, is_pipelined=True),
-        "blind": run_honed(traffic, seed, is_blind=True),
-        "with": run_honed(traffic, seed, is_blind=False),
+        "ahead": run_honed(traffic, seed, is_pipelined=True),
+        "at once": run_honed(traffic, seed),
         "fed": simulate(traffic, fed, on_batch=fed.take),
         "anyway": simulate(traffic, AdaptiveVerification(traffic, seed)),
     }
-    begin = max(warm_up_work(runs[name]) for name in ("ahead", "blind", "with", "fed"))
+    begin = max(warm_up_work(runs[name]) for name in ("ahead", "at once", "fed"))
     if is_bounded:
         runs["oracle"] = simulate(traffic, Oracle())
         runs["sees"] = simulate(traffic, Oracle(sees_drafts=True))
@@ -126,8 +107,7 @@ def main() -> int:
         print(f"{scenario.trace.name:24s} {_median(rows, 'vllm'):8.0f} {lengths}  {shares}", flush=True)
     keys = {
         "honed": "ahead",
-        "honed_at_once": "blind",
-        "honed_at_once_with_features": "with",
+        "honed_at_once": "at once",
         "vllm_fed": "fed",
         "oracle": "oracle",
         "oracle_that_sees_drafts": "sees",

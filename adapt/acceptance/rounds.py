@@ -54,8 +54,6 @@ class Rounds:
     """Drafts never tried: trimmed by vLLM's own adaptive verification, or padding. A draft that a grammar struck was tried."""
     position: Ints
     """Position of the last verified token: about the length of the context."""
-    feature: Floats | None = None
-    """See `RoundColumns.feature`; None: unknown for all."""
     trees: TreeRounds | None = None
     """The trees among them; None: there are none."""
     is_chain: npt.NDArray[np.bool_] | None = None
@@ -97,21 +95,19 @@ def rounds_by_workload(batch: EventBatch) -> Iterator[tuple[str, Rounds]]:
         invalid = np.where(is_cut, 0, invalid)
     position = _ints(columns.position or [0] * count, "position", count)
     request = _hashes(columns.request, count)
-    feature = _floats(columns.feature, "feature", count) if columns.feature else None
     if count and not 0 <= label.min() <= label.max() < len(batch.workloads):
         raise ValueError("batch names a workload by an index that its list of workloads doesn't have")
     has_draft = drafted - invalid > 0
     for index, workload in enumerate(batch.workloads):
         mine = has_draft & (label == index)
         if mine.any():
-            shown = None if feature is None else feature[mine]
             figures = request[mine], drafted[mine], accepted[mine], invalid[mine], position[mine]
             if nodes is None:
-                yield workload, Rounds(*figures, shown)
+                yield workload, Rounds(*figures)
                 continue
             grown = mine & is_tree & is_whole
             trees = TreeRounds(num_nodes[grown], nodes[grown])
-            yield workload, Rounds(*figures, shown, trees, ~is_tree[mine], is_whole[mine])
+            yield workload, Rounds(*figures, trees, ~is_tree[mine], is_whole[mine])
 
 
 def steps_with_trees(batch: EventBatch) -> list[bool | None]:
@@ -176,12 +172,6 @@ def _ints(values: Sequence[int], name: str, count: int) -> Ints:
         return np.array(values, dtype=np.int64)
     except OverflowError as error:
         raise ValueError(f"batch column {name} has a figure that doesn't fit into 64 bits") from error
-
-
-def _floats(values: Sequence[float], name: str, count: int) -> Floats:
-    if len(values) != count:
-        raise ValueError(f"batch column {name} has {len(values)} entries, the others {count}")
-    return np.array(values, dtype=np.float64)
 
 
 def _hashes(values: Sequence[int], count: int) -> npt.NDArray[np.uint64]:

@@ -20,7 +20,6 @@ from honed.adapt.acceptance.context_shift import (
     trials_design_effect,
 )
 from honed.adapt.acceptance.depth_calibration import DepthCalibration, DepthLines, count_rounds
-from honed.adapt.acceptance.draft_features import FeatureRegression
 from honed.adapt.acceptance.estimate import RequestTable, reached_and_accepted, scale_odds, shrunk_estimate, survival
 from honed.adapt.acceptance.forgetting import AdaptiveCounts
 from honed.adapt.acceptance.reliability import Reliability
@@ -51,7 +50,6 @@ class _Workload:
         self.depths = DepthCalibration(chain_tokens)
         self.lines = DepthLines.none(chain_tokens)
         self.contexts = ContextCounts(chain_tokens, forgetting_rounds)
-        self.features = FeatureRegression(forgetting_rounds)
         self.trees = TreeGains(num_spec_tokens, forgetting_rounds)
         self.last_round = 0.0  # of the engine's
 
@@ -89,7 +87,6 @@ class AcceptanceBeliefs:
                 workload.trees.forget(_KEPT_AFTER_SWAP)
                 workload.requests.clear()
                 workload.contexts.forget(_KEPT_AFTER_SWAP)
-                workload.features = FeatureRegression(self.settings.forgetting_rounds)
                 workload.depths, workload.lines = DepthCalibration(self._chain_tokens), DepthLines.none(self._chain_tokens)
             self._depths, self._lines = DepthCalibration(self._chain_tokens), DepthLines.none(self._chain_tokens)
         self._drift.reset(version)
@@ -115,8 +112,6 @@ class AcceptanceBeliefs:
             counts = count_rounds(predicted, reached[mine], accepted[mine])
             for depths in (workload.depths, self._depths):
                 depths.add(counts, len(predicted), design_effect)
-        if rounds.feature is not None:
-            workload.features.observe(rounds.request, rounds.feature, reached, accepted, curve, design_effect)
         workload.contexts.observe(rounds.position, reached, accepted, information)
         worth = float(information.mean())
         if rounds.trees is not None:
@@ -179,7 +174,7 @@ class AcceptanceBeliefs:
         priors = [_prior("", pooled, *self._shift(engine), self._lines)]
         for name, one in workloads:
             one.lines = one.depths.lines(around).rounded()
-            priors.append(_prior(name, strengths[name], *self._shift(self._curve(one, engine), one), one.lines, one.features))
+            priors.append(_prior(name, strengths[name], *self._shift(self._curve(one, engine), one), one.lines))
         return priors
 
     def _priors_of_trees(self) -> list[WorkloadPrior]:
@@ -243,17 +238,12 @@ class AcceptanceBeliefs:
         return min(workload.requests.design_effect(workload.requests.strength()), _MOST_DESIGN_EFFECT)
 
 
-def _prior(
-    name: str, strength: float, curve: Floats, shift: list[float], lines: DepthLines, features: FeatureRegression | None = None
-) -> WorkloadPrior:
-    weight = round(features.weight, 3) if features is not None else 0.0
+def _prior(name: str, strength: float, curve: Floats, shift: list[float], lines: DepthLines) -> WorkloadPrior:
     return WorkloadPrior(
         workload=name,
         acceptance=[round(value, 4) for value in curve.tolist()],
         strength=round(strength, 2),
         context_shift=shift,
-        feature_mean=round(features.mean, 3) if features is not None and weight else 0.0,
-        feature_weight=weight,
         depth_intercepts=[] if lines.are_none else lines.intercepts.tolist(),
         depth_slopes=[] if lines.are_none else lines.slopes.tolist(),
     )

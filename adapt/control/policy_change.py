@@ -16,8 +16,6 @@ ACCEPTANCE_STEP = 0.005
 """A conditional acceptance that moved by more is material."""
 GAIN_STEP = 0.02
 """Expected accepted drafts that moved by more (relative) are material: small steps of many nodes add up."""
-FEATURE_STEP = 0.03
-"""A weight of features that moved by more, or a mean that moves requests' log-odds by more, is material."""
 SECONDS_STEP = 0.01
 """A predicted step time that moved by more (relative) is material."""
 KIND_STEP = 0.02
@@ -108,11 +106,6 @@ def _acceptance(old: Policy, new: Policy) -> str:
             return f"acceptance of {name} {reason}"
         if not 0.8 <= prior.strength / before.strength <= 1.25:
             return f"spread between requests of {name}: strength {before.strength:.1f} -> {prior.strength:.1f}"
-        weights = before.feature_weight, prior.feature_weight
-        if abs(weights[0] - weights[1]) > FEATURE_STEP or (
-            weights[1] * abs(before.feature_mean - prior.feature_mean) > FEATURE_STEP
-        ):
-            return f"draft features of {name}: weight {weights[0]:.2f} -> {weights[1]:.2f}"
     return ""
 
 

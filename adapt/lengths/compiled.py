@@ -36,7 +36,7 @@ from honed.adapt.lengths.block_size import (
     Parts,
     promised,
 )
-from honed.adapt.lengths.policy_tables import NUM_THETAS, THETA_STEPS, WORKLOAD, Records
+from honed.adapt.lengths.policy_tables import NUM_THETAS, THETA_STEPS, Records
 from honed.adapt.lengths.request_beliefs import HALF_STEP, MIDDLE, REQUEST, REQUEST_DECAY
 from honed.adapt.protocol.arrays import Floats, Ints
 from honed.adapt.steps.step_time import LEAST_SECONDS, PARAMETERS
@@ -62,12 +62,12 @@ _promised = _compiled(promised)
 
 
 @_compiled
-def curves(slots: Ints, requests: Records, workloads: Records, has_shift: bool, steps: Floats) -> Ints:
+def curves(slots: Ints, requests: Records, constants: Floats, has_shift: bool, steps: Floats) -> Ints:
     """Look up the curve of each request's theta, [N].
 
     Args:
         requests: state of each slot, [S], see `request_beliefs.REQUEST`; its `shift` is set.
-        workloads: of each row, [W], see `policy_tables.WORKLOAD`.
+        constants: see `PolicyTables.constants`, [W].
         has_shift: whether the context's length makes a difference; then `steps` of theta by row and bucket,
             [W, buckets], are looked up; see `adapt.acceptance.context_shift`.
     """
@@ -75,7 +75,6 @@ def curves(slots: Ints, requests: Records, workloads: Records, has_shift: bool, 
     for i in range(len(slots)):
         request = requests[slots[i]]
         row = request["row"]
-        workload = workloads[row]
         shift = 0.0
         if has_shift:
             bucket, rest = 0, request["context"] >> BITS
@@ -83,11 +82,7 @@ def curves(slots: Ints, requests: Records, workloads: Records, has_shift: bool, 
                 bucket, rest = bucket + 1, rest >> 1
             shift = steps[row, bucket]
         request["shift"] = shift
-        constant, weight, tilt = workload["constant"], workload["feature_weight"], 1.0
-        if weight != 0.0:
-            seen = request["num_shown"]
-            tilt = math.exp(-0.5 * weight * (request["shown"] - seen * workload["feature_mean"]) / (seen + 1.0))
-        theta = (constant * tilt + request["failures"]) / (constant / tilt + request["successes"])
+        theta = (constants[row] + request["failures"]) / (constants[row] + request["successes"])
         step = int(math.log(theta) * THETA_STEPS + shift + MIDDLE)
         found[i] = row * NUM_THETAS + min(max(step, 0), NUM_THETAS - 1)
     return found
@@ -463,7 +458,7 @@ def decide(
     hold_hysteresis: float,
     num_spec_tokens: int,
     requests: Records,
-    workloads: Records,
+    constants: Floats,
     steps: Floats,
     gains: Floats,
     parts: Parts,
@@ -485,7 +480,7 @@ def decide(
         The longest draft length, the threshold, the cap, the margin of drafting, and the result of `expect`.
     """
     count, expected = len(slots), expect(slots, contexts, first, every, requests, num_spec_tokens, False)
-    group = curves(slots, requests, workloads, are_contexts_known, steps)
+    group = curves(slots, requests, constants, are_contexts_known, steps)
     ceilings, noted = np.empty(count, np.int64), 0
     for i in range(count):
         request = requests[slots[i]]
@@ -514,11 +509,11 @@ def decide(
 
 def prepare() -> None:
     """Compile everything, or load the stored result."""
-    requests, workloads = np.zeros(1, REQUEST), np.ones(1, WORKLOAD)
+    requests, constants = np.zeros(1, REQUEST), np.ones(1)
     slots, table = np.zeros(1, np.int64), np.full((1, 2), 0.5)
     parts, seconds, captured = np.zeros((1, 2), np.uint16), np.ones(8), np.zeros(8, np.int64)
     parameters = np.ones(len(PARAMETERS))
-    curves(slots, requests, workloads, True, table)
+    curves(slots, requests, constants, True, table)
     with_kinds(seconds, slots, table, 1, 2, parameters, 0)
     search(table, parts, slots, slots, parameters, seconds, captured, 0, 1, False, (1.0, NO_PREVIOUS, 0.0))
     learn(np.zeros(3, np.int64), requests, table, table, 0, np.zeros((2, 1), np.int64))
@@ -537,7 +532,7 @@ def prepare() -> None:
         0.0,
         1,
         requests,
-        workloads,
+        constants,
         table,
         table,
         parts,

@@ -171,12 +171,11 @@ class Decider:
         request_ids: Sequence[str],
         num_draft_tokens: Sequence[int],
         num_accepted_tokens: Sequence[int],
-        features: Sequence[float] | None = None,
     ) -> None:
         """Learn from finished rounds; see `RequestBeliefs.observe`."""
         if not request_ids:
             return
-        self.requests.observe(request_ids, num_draft_tokens, num_accepted_tokens, features)
+        self.requests.observe(request_ids, num_draft_tokens, num_accepted_tokens)
         if self._rule is not None:
             self._rule.observe(request_ids, num_draft_tokens, num_accepted_tokens)
 

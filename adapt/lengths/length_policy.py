@@ -36,7 +36,6 @@ class LengthPolicy(Protocol):
         request_ids: Sequence[str],
         num_draft_tokens: Sequence[int],
         num_accepted_tokens: Sequence[int],
-        features: Sequence[float] | None = None,
     ) -> None:
         """Learn from the finished rounds of a step, one per request; a round may have had no drafts."""
 

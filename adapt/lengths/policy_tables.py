@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from honed.adapt.acceptance.context_shift import NUM_BUCKETS
 from honed.adapt.acceptance.depth_calibration import DepthLines
-from honed.adapt.acceptance.draft_features import MOST_LOG_ODDS, MOST_WEIGHT
 from honed.adapt.acceptance.estimate import EDGE, FIRST_GUESS, information, scale_odds, survival
 from honed.adapt.lengths.block_size import PRICED, CurveTable, latency_gains
 from honed.adapt.protocol.arrays import Floats
@@ -23,8 +22,6 @@ NUM_THETAS, THETA_STEPS = 48, 10.0
 _THETAS: Floats = np.exp((np.arange(NUM_THETAS) - NUM_THETAS // 2) / THETA_STEPS)
 """Requests' failure odds relative to their workload's are rounded to steps of 10 %, so that requests share survival curves."""
 Records: TypeAlias = npt.NDArray[np.void]
-WORKLOAD = np.dtype([(name, np.float64) for name in ("constant", "feature_weight", "feature_mean")])
-"""Weight of the workload's curve in a request's theta; and the drafts' features, see `draft_features`."""
 
 
 Label: TypeAlias = tuple[str, bool]
@@ -43,7 +40,7 @@ class PolicyTables:
     row_of_label: dict[Label, int]
     is_latency: bool
     curves: CurveTable  # [W * thetas, K] survival, or its gain in latency, up to the policy's limit
-    workloads: Records  # [W] of WORKLOAD
+    constants: Floats  # [W] weight of the workload's curve in a request's theta
     on_failure: Floats  # [W, K+1] addition of a failure after n accepted drafts to one Mantel-Haenszel sum
     on_success: Floats  # [W, K+1] addition of n accepted drafts to the other
     shift: Floats  # [W, buckets] steps of theta by context length
@@ -73,18 +70,13 @@ class PolicyTables:
         by_theta = by_theta.reshape(len(acceptance) * NUM_THETAS, num_spec_tokens)
         limit, none = limit_of(policy, num_spec_tokens), np.zeros((len(acceptance), 1))
         shift, has_shift = _usable_shift([prior.context_shift for prior in priors] or [[]])
-        workloads = np.zeros(len(acceptance), WORKLOAD)
-        workloads["constant"] = [s * information(a) + 1e-9 for s, a in zip(strengths, acceptance, strict=True)]
-        for row, prior in enumerate(priors):
-            workloads["feature_weight"][row] = within(prior.feature_weight, 0.0, MOST_WEIGHT, 0.0)
-            workloads["feature_mean"][row] = within(prior.feature_mean, -MOST_LOG_ODDS, MOST_LOG_ODDS, 0.0)
         return cls(
             policy,
             _usable_model(policy, num_tokens),
             {(prior.workload, prior.keeps_chain): row for row, prior in enumerate(priors)},
             is_latency,
             CurveTable.of(by_theta[:, :limit]),
-            workloads,
+            np.array([s * information(a) + 1e-9 for s, a in zip(strengths, acceptance, strict=True)]),
             np.concatenate([acceptance, none], axis=1),
             np.concatenate([none, (1.0 - acceptance).cumsum(axis=1)], axis=1),
             shift,

@@ -1,9 +1,8 @@
 """Engine side's state of its running requests, in arrays over slots.
 
 Theta is a request's failure odds relative to its workload's. It is estimated by Mantel-Haenszel sums over the request's recent
-rounds, shrunk to 1 by `constant` (the weight of the workload's curve) and tilted by its drafts' features
-(`adapt.acceptance.draft_features`). Where acceptance depends on the context's length, theta is multiplied by that factor
-(`adapt.acceptance.context_shift`), and the request's own part is measured against the curve of its context.
+rounds, shrunk to 1 by the weight of the workload's curve. Where acceptance depends on the context's length, theta is multiplied
+by that factor (`adapt.acceptance.context_shift`), and the request's own part is measured against the curve of its context.
 
 Work for every request is compiled, see `adapt.lengths.compiled`.
 """
@@ -17,7 +16,6 @@ from types import ModuleType
 
 import numpy as np
 
-from honed.adapt.acceptance.draft_features import MOST_LOG_ODDS
 from honed.adapt.lengths.block_size import Choice, choose, choose_equal
 from honed.adapt.lengths.policy_tables import NUM_THETAS, THETA_STEPS, Label, PolicyTables, Records
 from honed.adapt.protocol.arrays import Floats, Ints
@@ -41,11 +39,9 @@ REQUEST = np.dtype(
         ("ceiling", np.int32),  # most draft tokens
         ("row", np.int32),  # of the tables, for its workload
         ("shift", np.float64),  # steps of theta, for the length of the context
-        ("shown", np.float64),  # sum of the features of earlier rounds' drafts
-        ("num_shown", np.float64),
     ]
 )
-"""State of a request: 64 bytes, a cache line."""
+"""State of a request: 48 bytes."""
 _NOTHING_NOTED: Ints = np.zeros(0, dtype=np.int64)
 
 
@@ -120,7 +116,7 @@ class RequestBeliefs:
         label = self._label_of((workload, keeps_chain))
         limit = min(ceiling, self.num_spec_tokens) if ceiling >= 0 else self.num_spec_tokens
         self._label[slot], self._limit[slot] = label, limit
-        self.known[slot] = (0.0, 0.0, 0, _NO_END, limit, self._rows[label], 0.0, 0.0, 0.0)
+        self.known[slot] = (0.0, 0.0, 0, _NO_END, limit, self._rows[label], 0.0)
         self.num_ceilings += limit < self.num_spec_tokens
 
     def finish(self, request_id: str) -> None:
@@ -138,21 +134,16 @@ class RequestBeliefs:
         request_ids: Sequence[str],
         num_draft_tokens: Sequence[int],
         num_accepted_tokens: Sequence[int],
-        features: Sequence[float] | None = None,
     ) -> None:
         """Learn from finished rounds; `num_draft_tokens` counts verified drafts, and those that a grammar struck.
 
         Rounds of unknown or finished requests teach nothing.
-
-        `features` are those of each round's drafts, see `RoundColumns.feature`; NaN where unknown.
         """
         compiled = self._compiled or self._load()
         slots, count = self._running_slots(request_ids), len(request_ids)
         if not count == len(num_draft_tokens) == len(num_accepted_tokens):
             counts = f"{len(num_draft_tokens)} draft lengths, {len(num_accepted_tokens)} accepted lengths"
             raise ValueError(f"{count} requests, {counts}")
-        if features is not None:
-            self._note_features(slots.tolist(), features)
         slots.extend(num_draft_tokens)
         slots.extend(num_accepted_tokens)
         if count > self._ending_at.shape[1]:  # a request occurs twice
@@ -171,13 +162,6 @@ class RequestBeliefs:
         for slot, num_accepted in zip(self._running_slots(request_ids), num_accepted_tokens, strict=True):
             if slot >= 0:
                 self.context[slot] += num_accepted
-
-    def _note_features(self, slots: list[int], features: Sequence[float]) -> None:
-        shown, num_shown = self.known["shown"], self.known["num_shown"]
-        for slot, feature in zip(slots, features, strict=False):
-            if slot >= 0 and math.isfinite(feature):
-                shown[slot] += min(max(feature, -MOST_LOG_ODDS), MOST_LOG_ODDS)
-                num_shown[slot] += 1.0
 
     def note_context(self, request_id: str, num_tokens: int, end: int = _NO_END) -> None:
         """Note the length of a request's context, and the one at which it ends at the latest; an unknown request is fine."""
@@ -313,7 +297,7 @@ class RequestBeliefs:
         self._num_priced = len(seconds)
         self._arguments = (
             self.known,
-            tables.workloads,
+            tables.constants,
             tables.shift,
             tables.curves.gains,
             tables.curves.parts,
@@ -334,7 +318,7 @@ class RequestBeliefs:
         """Look up the requests' gains by depth, 0 beyond their ceilings, [n, at most `limit`]."""
         compiled = self._compiled or self._load()
         tables, slots = self._tables, self.slots_of(request_ids)
-        curve = compiled.curves(slots, self.known, tables.workloads, tables.has_shift and are_contexts_known, tables.shift)
+        curve = compiled.curves(slots, self.known, tables.constants, tables.has_shift and are_contexts_known, tables.shift)
         gains: Floats = tables.curves.gains[curve, :limit]
         if self.num_ceilings:
             gains = np.where(np.arange(gains.shape[1]) < self.ceiling[slots][:, None], gains, 0.0)

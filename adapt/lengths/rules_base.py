@@ -112,7 +112,6 @@ class LengthRule(ABC):
         request_ids: Sequence[str],
         num_draft_tokens: Sequence[int],
         num_accepted_tokens: Sequence[int],
-        features: Sequence[float] | None = None,
     ) -> None:
         """Learn from the finished rounds of a step; those without drafts teach nothing."""
         most = self.num_spec_tokens

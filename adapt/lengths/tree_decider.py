@@ -152,13 +152,12 @@ class TreeDecider:
         request_ids: Sequence[str],
         num_draft_tokens: Sequence[int],
         num_accepted_tokens: Sequence[int],
-        features: Sequence[float] | None = None,
     ) -> None:
         """Learn from a step's finished rounds of chains, after those of trees."""
         if not request_ids:
             return
         of_trees = self._chains.ending
-        self._chains.observe(request_ids, num_draft_tokens, num_accepted_tokens, features)
+        self._chains.observe(request_ids, num_draft_tokens, num_accepted_tokens)
         self._chains.requests.ending = of_trees + self._chains.ending
         keeping = [request_id in self._keeping for request_id in request_ids]
         if any(keeping):

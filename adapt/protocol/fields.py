@@ -74,7 +74,6 @@ RoundHashes: TypeAlias = Annotated[list[Hash], Meta(max_length=MAX_ROUNDS)]
 RoundTokens: TypeAlias = Annotated[list[Tokens], Meta(max_length=MAX_ROUNDS)]
 RoundDrafts: TypeAlias = Annotated[list[Drafts], Meta(max_length=MAX_ROUNDS)]
 RoundTemperatures: TypeAlias = Annotated[list[Temperature], Meta(max_length=MAX_ROUNDS)]
-RoundFloats: TypeAlias = Annotated[list[float], Meta(max_length=MAX_ROUNDS)]
 TokenIds: TypeAlias = Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
 
 

@@ -36,7 +36,6 @@ from honed.adapt.protocol.fields import (
     Reals,
     Requests,
     RoundDrafts,
-    RoundFloats,
     RoundHashes,
     RoundNumbers,
     RoundTemperatures,
@@ -173,9 +172,6 @@ class RoundColumns(_Message, frozen=True):
     """Token ids emitted, concatenated; empty unless token ids are logged."""
     draft: TokenIds = []
     """Draft token ids, concatenated (num_draft_tokens each, -1 where unknown); empty unless token ids are logged."""
-    feature: RoundFloats = []
-    """Mean log-odds of the drafter's top token over all drafts that it made for the round; NaN: unknown; empty: never known. No
-    engine sends it yet, since vLLM's drafters return tokens without confidences; synthetic traffic does."""
     num_trimmed_tokens: RoundDrafts = []
     """Scheduled drafts that vLLM's own adaptive verification left unverified on the device, without the invalid ones; vLLM
     counts them as drafted. Empty: none."""
@@ -317,10 +313,6 @@ class WorkloadPrior(_Message, frozen=True):
     correction."""
     depth_slopes: Reals = []
     """[K] β_j of the same."""
-    feature_mean: Real = 0.0
-    """Mean feature of this workload's rounds, see `RoundColumns.feature`."""
-    feature_weight: Real = 0.0
-    """Change of a request's log-odds of acceptance against its workload's, per unit of its feature above the mean."""
     keeps_chain: bool = False
     """True: this prior is for requests that keep the drafter's chain beside draft trees. Other priors' `acceptance` is of nodes
     there."""

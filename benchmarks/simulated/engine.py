@@ -195,8 +195,6 @@ class SimulatedEngine:
         work = self.num_emitted + self.skipped
         self._rows.append((num_emitted, true_s, true_s - truth.prompt_s, count, drafted, block, expected, best, work))
         self._reasons.append(reason)
-        # Figure that the attachment could report for a round: the mean over its drafts.
-        features = None if drafts is None or not block else drafts.features[:, :block].mean(axis=1)
         if self._log is not None:
             row = (
                 step + 1,
@@ -210,13 +208,9 @@ class SimulatedEngine:
                 block,
                 reason,
             )
-            self._log.add(row, (self._running, contexts - 1, lengths, accepted, emitted), self.now_s, features)
+            self._log.add(row, (self._running, contexts - 1, lengths, accepted, emitted), self.now_s)
         if count:
-            columns = (self._ids, lengths.tolist(), accepted.tolist())
-            if features is None:
-                self.policy.observe(*columns)
-            else:
-                self.policy.observe(*columns, features.tolist())
+            self.policy.observe(self._ids, lengths.tolist(), accepted.tolist())
         self._emitted = self._emitted + emitted
         self._finish_and_join(newcomers)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.simulated.traffic import Traffic
-from honed.adapt.protocol.arrays import Floats, Ints
+from honed.adapt.protocol.arrays import Ints
 from honed.adapt.protocol.wire import EventBatch, RoundColumns, StepColumns
 
 BATCH_S = 0.25
@@ -22,19 +22,11 @@ class EventLog:
         self._seq, self._sent_s = 0, 0.0
         self._steps: list[tuple[int | str, ...]] = []
         self._rounds: list[tuple[Ints, Ints, Ints, Ints, Ints]] = []
-        self._features: list[Floats] = []
 
-    def add(
-        self,
-        step: tuple[int | str, ...],
-        rounds: tuple[Ints, Ints, Ints, Ints, Ints],
-        now_s: float,
-        features: Floats | None = None,
-    ) -> None:
-        """Record a step and its rounds (request, position, drafted, accepted, emitted), and their drafts' features."""
+    def add(self, step: tuple[int | str, ...], rounds: tuple[Ints, Ints, Ints, Ints, Ints], now_s: float) -> None:
+        """Record a step and its rounds (request, position, drafted, accepted, emitted)."""
         self._steps.append(step)
         self._rounds.append(rounds)
-        self._features.append(np.full(len(rounds[0]), np.nan) if features is None else features)
         if now_s - self._sent_s >= BATCH_S:
             self.flush(now_s)
 
@@ -56,7 +48,6 @@ class EventLog:
             num_invalid_tokens=[0] * len(request),
             temperature=[1.0] * len(request),
             num_emitted=emitted.tolist(),
-            feature=np.concatenate(self._features).tolist() if self._traffic.draft_features is not None else [],
         )
         batch = EventBatch(
             engine_id="synthetic",
@@ -69,5 +60,5 @@ class EventLog:
             steps=steps,
             rounds=rounds,
         )
-        self._steps, self._rounds, self._features = [], [], []
+        self._steps, self._rounds = [], []
         self._send(batch, now_s)

@@ -102,7 +102,6 @@ class Oracle:
         request_ids: Sequence[str],
         num_draft_tokens: Sequence[int],
         num_accepted_tokens: Sequence[int],
-        features: Sequence[float] | None = None,
     ) -> None:
         """Learn nothing."""
 

@@ -216,7 +216,6 @@ class AdaptiveVerification:
         request_ids: Sequence[str],
         num_draft_tokens: Sequence[int],
         num_accepted_tokens: Sequence[int],
-        features: Sequence[float] | None = None,
     ) -> None:
         """Grade the drafts of the step decided last."""
         assert self._features is not None

@@ -22,7 +22,6 @@ from honed.adapt.acceptance.context_shift import (
 )
 from honed.adapt.acceptance.estimate import RequestTable, chain_estimate, reached_and_accepted, scale_odds
 from honed.adapt.lengths import compiled
-from honed.adapt.lengths.policy_tables import WORKLOAD
 from honed.adapt.lengths.request_beliefs import REQUEST
 from honed.adapt.protocol.arrays import Floats
 from tests.adapt.simulate import simulate_rounds
@@ -63,9 +62,9 @@ def bucket_of(context: int) -> int:
 @given(st.lists(st.integers(-(2**62), 2**62), max_size=20))
 def test_the_engine_looks_up_the_same_buckets(contexts: list[int]) -> None:
     count, steps = len(contexts), np.arange(2.0 * NUM_BUCKETS).reshape(2, NUM_BUCKETS)
-    requests, workloads = np.ones(count, REQUEST), np.ones(2, WORKLOAD)
+    requests, constants = np.ones(count, REQUEST), np.ones(2)
     requests["context"], requests["row"], requests["shift"] = contexts, np.arange(count) % 2, np.nan
-    compiled.curves(np.arange(count), requests, workloads, True, steps)
+    compiled.curves(np.arange(count), requests, constants, True, steps)
     assert requests["shift"].tolist() == [steps[i % 2, bucket_of(n)] for i, n in enumerate(contexts)]
 
 

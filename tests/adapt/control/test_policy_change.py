@@ -53,8 +53,6 @@ def chat(**changes: Any) -> list[WorkloadPrior]:
             "acceptance of workload 'chat' at depth 2: intercept of the line 0.00 -> 0.40",
         ),
         ({"priors": chat(depth_intercepts=[0.0, 0.04, 0.0], depth_slopes=[1.0, 1.0, 0.97])}, ""),
-        ({"priors": chat(feature_weight=0.5)}, "draft features of workload 'chat': weight 0.00 -> 0.50"),
-        ({"priors": chat(feature_weight=0.02, feature_mean=1.0)}, ""),
         ({"equal_lengths": True}, "equal_lengths False -> True"),
         ({"step_seconds": []}, "step time is unknown again"),
         ({"tree_step_seconds": STEP_SECONDS}, "step time with trees is known"),

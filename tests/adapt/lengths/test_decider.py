@@ -746,7 +746,7 @@ def test_a_request_that_does_as_its_context_predicts_is_like_any_other_of_that_c
         decider.decide(ids, context * len(ids), 0, 0.0, [context] * len(ids))
         drafted = [K] * len(ids)
         decider.observe(ids, drafted, simulate_rounds(rng, [truth] * K, drafted).tolist())
-    constant = decider._tables.workloads["constant"][0]
+    constant = decider._tables.constants[0]
     own = (constant + decider.requests.known["failures"][:200]) / (constant + decider.requests.known["successes"][:200])
     assert np.exp(np.log(own).mean()) == pytest.approx(1.0, abs=0.1)
 

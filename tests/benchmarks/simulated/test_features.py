@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.simulated.engine import simulate
 from benchmarks.simulated.features import DraftFeatures, Feature
-from benchmarks.simulated.oracle import Steered, run_oracle
+from benchmarks.simulated.oracle import run_oracle
 from benchmarks.simulated.traffic import Cost, Load, Trace, Traffic, Workload, linear
 from honed.adapt.lengths.rules import make_rule
 from honed.adapt.steps.step_time import StepTimeModel
@@ -50,30 +50,3 @@ def test_fixed_lengths_emit_as_much_with_features_as_without():
         return outcome.tokens.sum() / outcome.num_requests.sum()
 
     assert tokens_per_round(Feature(1.5)) == pytest.approx(tokens_per_round(None), rel=0.02)
-
-
-def test_honed_decides_before_it_sees_a_draft():
-    """Features of output positions ≥ 100 are made up anew: all is as before until the step after drafts reached there."""
-    trace = make_trace(Feature(2.0), 400, 1)
-    trace = replace(trace, max_num_seqs=1, workloads=(replace(trace.workloads[0], output_tokens=(400, 400)),))
-
-    def lengths(changed_from):
-        traffic = Traffic(trace)
-        begin = int(traffic.luck_start[0]) + changed_from
-        traffic.draft_features._other[begin:] += 7.0
-        policy, chosen, shown = Steered(traffic), [], []
-        learn = policy.observe
-
-        def observe(ids, drafted, accepted, features=None):
-            chosen.append(drafted[0])
-            shown.append(features[0])
-            learn(ids, drafted, accepted, features)
-
-        policy.observe = observe
-        simulate(traffic, policy, on_batch=policy.take)
-        return chosen, shown
-
-    (one, shown), (other, shown_other) = lengths(100), lengths(10_000)
-    first = next(step for step, (a, b) in enumerate(zip(shown, shown_other, strict=False)) if a != b)
-    assert one[: first + 1] == other[: first + 1]
-    assert first > 5
