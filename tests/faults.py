@@ -42,6 +42,7 @@ FAULTS = (
     "a mistyped switch that keeps vLLM from starting",
     "a step with fewer drafts than were accepted, in a hybrid on a CPU",
     "a drafter that must be asked for all of its tokens",
+    "a step with a new request that waits for the device",
     # training and weights
     "captured rows that aren't finite",
     "captured tokens outside the vocabulary",

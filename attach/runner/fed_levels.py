@@ -41,10 +41,10 @@ class FedLevels:
         self._sums = torch.zeros((3, num_workloads, num_spec_tokens), device=device)
         self._steps = torch.arange(num_spec_tokens, device=device)
 
-    def set_workloads(self, slots: torch.Tensor, workloads: torch.Tensor) -> None:  # [R], [R]
+    def set_workloads(self, slots: torch.Tensor, workloads: torch.Tensor) -> None:  # [R] int64, [R] int64
         """Set the workloads of these slots' requests; earlier predictions are another request's."""
         self._workload[slots] = workloads
-        self._predicted[slots] = 0.5
+        self._predicted.index_fill_(0, slots, 0.5)  # indexed, a number would be copied to the device first
 
     def observe(self, slots: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor) -> None:  # [R] each
         """Grade the predictions for the drafts that a step has verified, as vLLM's estimator counts them."""

@@ -10,7 +10,7 @@ Source: `vllm/v1/worker/gpu/spec_decode/adaptive_verification.py`, `AdaptiveVeri
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ class FedVerification:
         self.levels = self._make_levels()
         self._numbers: dict[str, int] = {}
         """Workload -> its number, that of the latest request last."""
+        self._number_of: dict[int, int] = {}
+        """Slot -> number of its latest request's workload; kept while feeding is off, too."""
         self._measured = manager.cost_tables
         self.is_on = False
 
@@ -57,6 +59,7 @@ class FedVerification:
         if is_on and not self.is_on:
             self._measured = self._manager.cost_tables
             self.levels = self._make_levels()  # nothing was graded while it was off
+            self._set_workloads(self._number_of)
         elif self.is_on and not is_on:
             self._manager.cost_tables = self._measured
         self.is_on = is_on
@@ -101,14 +104,18 @@ class FedVerification:
         self._speculator.observe_verification = observe_verification
 
     def _take_in(self, requests: Any) -> None:
-        slots, numbers = [], []
+        numbers = {}
         for new in requests:
-            if (slot := self._slot_of.get(new.req_id)) is None:
-                continue
-            slots.append(slot)
-            numbers.append(self._number(read_labels(new.sampling_params).workload))
-        if slots:
-            both = torch.tensor([slots, numbers])
+            if (slot := self._slot_of.get(new.req_id)) is not None:
+                numbers[slot] = self._number(read_labels(new.sampling_params).workload)
+        self._number_of |= numbers
+        if self.is_on:
+            self._set_workloads(numbers)
+
+    def _set_workloads(self, numbers: Mapping[int, int]) -> None:
+        """Set the workloads of these slots' requests, without waiting for the device."""
+        if numbers:
+            both = torch.tensor([list(numbers), list(numbers.values())])
             if self._device.type == "cuda":
                 both = both.pin_memory().to(self._device, non_blocking=True)
             self.levels.set_workloads(both[0], both[1])
