@@ -225,6 +225,7 @@ class TreesV1:
                 found.append((request_id, index, int(starts[index]), row))
         if not found:
             return None
+        found.sort(key=lambda one: one[2])  # in the order of rows
         names, indices, first, rows = (list(column) for column in zip(*found, strict=True))
         first_at, at = on_device((first, rows), growing.trees.tokens.device)
         trees = DraftTrees(*(part[at] for part in growing.trees))

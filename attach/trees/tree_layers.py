@@ -23,10 +23,9 @@ from honed.attach.trees.recurrent_layers import RecurrentLayers, is_recurrent
 from honed.attach.trees.tree_step import TreeStep
 from honed.kernels.cache import reference as cache_reference
 from honed.kernels.cache.compact_kv import KvPlanes, compact_kv
-from honed.kernels.trees import reference
+from honed.kernels.trees import reference, tree_attention
 from honed.kernels.trees.cached_attention import cached_attention
 from honed.kernels.trees.reference import MAX_DEPTHS
-from honed.kernels.trees.tree_attention import tree_attention
 from honed.kernels.trees.tree_attention_inputs import HEAD_SIZES, PagedPrefix
 from honed.kernels.trees.warm_up import Run, attention_runs
 
@@ -162,25 +161,32 @@ class TreeLayers:
         masks, scale, sinks = step.trees.row_masks, float(layer.impl.scale), getattr(layer.impl, "sinks", None)
         window, table = _window_of(layer.impl), step.block_table(metadata.block_table)
         made_of, by_head = query.view(len(query), heads, width), output.view(len(output), heads, width)
+        at = step.rows_at
         if not query.is_cuda and sinks is None:
             where = step.cached_rows(table, views[0].shape[1], heads // layer.num_kv_heads, window)
-            by_head[step.rows] = cached_attention(made_of, *views, where, scale)
+            by_head[at] = cached_attention(made_of, *views, where, scale)
             return
-        q = made_of[step.rows]
-        k, v = (x.view(len(x), layer.num_kv_heads, width)[step.rows] for x in (key, value))
+        q = made_of[at]
+        k, v = (x.view(len(x), layer.num_kv_heads, width)[at] for x in (key, value))
         prefix = PagedPrefix(*views, table, step.prefix, firsts=step.firsts(window) if window else None)
+        shape = step.row_starts, masks, step.max_rows
         if q.is_cuda:
-            out = torch.empty(q.shape, dtype=torch.float32, device=q.device) if sinks is not None else None
-            made, lse = tree_attention(
-                q, k, v, step.row_starts, masks, step.max_rows, scale=scale, prefix=prefix, max_prefix=window or None, out=out
-            )
+            is_in_place = sinks is None and isinstance(at, slice)
+            dtype = q.dtype if sinks is None else torch.float32
+            made = by_head[at] if is_in_place else torch.empty(q.shape, dtype=dtype, device=q.device)
+            lse, most = step.log_sums(heads), table.shape[1] * views[0].shape[1]
+            most = min(window, most) if window else most
+            # Not by way of the registered op, whose dispatch takes the host some 0.1 ms in every layer.
+            tree_attention.launch(q, k, v, *shape, scale, prefix, most, made, lse)
+            if is_in_place:
+                return
         else:  # keys in a CPU's cache have no unit stride
             pages = -(-int(step.prefix.max()) // views[0].shape[1])
             prefix = prefix._replace(block_table=prefix.block_table[:, : max(pages, 1)])
-            made, lse = reference.tree_attention(q, k, v, step.row_starts, masks, step.max_rows, scale, prefix)
+            made, lse = reference.tree_attention(q, k, v, *shape, scale, prefix)
         if sinks is not None:
             made = made * (lse - sinks.float()).sigmoid()[..., None]
-        by_head[step.rows] = made.to(output.dtype)
+        by_head[at] = made.to(output.dtype)
 
     def compact(
         self, step: TreeStep, slots_of: Callable[[int], torch.Tensor], path: torch.Tensor, num_accepted: torch.Tensor

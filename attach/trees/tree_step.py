@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -24,6 +25,8 @@ class TreeStep:
     trees: DraftTrees  # of B requests; those nodes are verified that come first
     num_nodes: torch.Tensor  # [B] int64
     rows: torch.Tensor  # [R] int64, rows of the step: each request's anchor, then its nodes
+    rows_at: torch.Tensor | slice
+    """`rows`, as a slice where they lie one after another: an index that copies nothing."""
     request: torch.Tensor  # [R] int64, request of each row
     row_starts: torch.Tensor  # [B + 1] int32
     max_rows: int
@@ -33,6 +36,7 @@ class TreeStep:
     _tables: dict[int, torch.Tensor] = field(default_factory=dict)
     _followed: dict[int, torch.Tensor] = field(default_factory=dict)
     _cached: dict[tuple[int, int, int], CachedRows] = field(default_factory=dict)
+    _sums: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @cached_property
     def num_verified(self) -> torch.Tensor:  # [B] int64
@@ -86,6 +90,12 @@ class TreeStep:
             self._tables[key] = of_batch[self.batch_index]
         return self._tables[key]
 
+    def log_sums(self, num_heads: int) -> torch.Tensor:  # [R, H] float32
+        """Room for the log-sum-exp of an attention's scores, which the next layer overwrites."""
+        if num_heads not in self._sums:
+            self._sums[num_heads] = torch.empty((len(self.rows), num_heads), device=self.rows.device)
+        return self._sums[num_heads]
+
     def cached_rows(self, table: torch.Tensor, page_tokens: int, group: int, window: int) -> CachedRows:  # [B, P]
         """Where keys are in a CPU's caches, and what rows attend to.
 
@@ -134,6 +144,7 @@ def tree_step(
     numbers = torch.arange(len(num_nodes), device=device)
     request = torch.repeat_interleave(numbers, sizes, output_size=sum(num_nodes) + len(num_nodes))
     rows = first[request] + torch.arange(len(request), device=device) - starts[request]
+    ends = list(accumulate((count + 1 for count in num_nodes), initial=first_row[0]))
     return TreeStep(
         request_ids,
         index,
@@ -141,6 +152,7 @@ def tree_step(
         trees,
         nodes,
         rows,
+        slice(ends[0], ends[-1]) if ends[:-1] == first_row else rows,
         request,
         starts.int(),
         max(num_nodes) + 1,

@@ -407,7 +407,8 @@ def launch(
         shape = (num_requests, num_kv_heads, group, max_rows, head_size, max_prefix)
         plan = choose_plan(*shape, q.element_size(), paged.k_cache.element_size(), limits(q.device))
     assert lse.is_contiguous(), "the kernel takes no strides for it"
-    assert out.stride(2) == row_masks.stride(2) == 1, "the kernel takes rows without gaps"
+    is_whole = q.stride(2) == k.stride(2) == v.stride(2) == out.stride(2) == row_masks.stride(2) == 1
+    assert is_whole, "the kernel takes rows without gaps"
     row_starts, lengths = row_starts.contiguous(), paged.lengths.contiguous()
     firsts = lengths if paged.firsts is None else paged.firsts.contiguous()
     scales = (q, q) if not has_scales else (paged.k_scale, paged.v_scale)

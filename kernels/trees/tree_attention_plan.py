@@ -9,6 +9,7 @@ compiler spills nothing and keeps two tiles of K/V in flight.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -45,6 +46,7 @@ class Plan(NamedTuple):
     """`block_m` of the launch that merges: few queries a program, since it has only the tree to attend to."""
 
 
+@functools.lru_cache(maxsize=1024)
 def choose_plan(
     num_requests: int,
     num_kv_heads: int,

@@ -81,7 +81,8 @@ def test_after_its_runs_attention_of_trees_compiles_nothing(compiled: list[Any],
     for requests in (1, 2, 3, 7, 16, 24):
         for rows in (2, 3, 8):
             count = requests * rows
-            q, k = torch.zeros(count, 32, 128, dtype=HALF), torch.zeros(count, 8, 128, dtype=HALF)
+            # As in an engine: parts of one projection of padded rows, and rows of a wider output.
+            q, k, v = torch.zeros(count + 3, 48, 128, dtype=HALF)[:count].split([32, 8, 8], 1)
             lengths, table = (
                 torch.zeros(requests, dtype=torch.int32),
                 torch.zeros(requests, tokens // page + 1, dtype=torch.int32),
@@ -90,9 +91,9 @@ def test_after_its_runs_attention_of_trees_compiles_nothing(compiled: list[Any],
             prefix = reference.PagedPrefix(*cache, table, lengths, firsts=firsts)
             plan = choose_plan(requests, 8, 4, rows, 128, window or table.shape[1] * page, 2, 2, Device())
             masks, starts = torch.zeros(requests, slots + 1, 1, dtype=torch.int32), torch.zeros(requests + 1, dtype=torch.int32)
-            out = torch.empty_like(q, dtype=torch.float32 if is_float_out else HALF)
+            out = torch.empty(count + 3, 32, 128, dtype=torch.float32 if is_float_out else HALF)[:count]
             lse = torch.empty(q.shape[:2])
-            tree_attention.launch(q, k, k, starts, masks, rows, 0.1, prefix, plan.num_splits, out, lse, plan)
+            tree_attention.launch(q, k, v, starts, masks, rows, 0.1, prefix, plan.num_splits, out, lse, plan)
     assert {kernel.hash for kernel in compiled} == known
 
 

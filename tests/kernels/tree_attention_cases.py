@@ -176,6 +176,20 @@ def test_tensors_that_are_parts_of_wider_ones() -> None:
     batch.check(batch.paged, ONE_LAUNCH)
 
 
+@pytest.mark.parametrize("plan", [ONE_LAUNCH, SPLIT], ids=["one launch", "split"])
+def test_an_output_that_is_part_of_a_wider_one(plan: Plan) -> None:
+    """Rows within a step's padded ones, as a layer of an engine has them: nothing beside them is written."""
+    batch = Batch([3, 4], [5, 140])
+    wanted, _ = batch.check(batch.paged, plan)
+    wide = torch.full((len(batch.q) + 5, 6, 16), 7.0, device=DEVICE)
+    out, lse = wide[3 : 3 + len(batch.q), 1:5], torch.empty(batch.q.shape[:2], device=DEVICE)
+    given = (batch.q, batch.k, batch.v, batch.starts, batch.masks, batch.max_rows, 0.3, batch.paged, batch.room)
+    kernel.launch(*given, out, lse, plan)
+    assert torch.equal(out[: batch.num_rows], wanted[: batch.num_rows])
+    out[: batch.num_rows] = 7.0
+    assert (wide == 7.0).all()
+
+
 def test_large_scores_do_not_overflow() -> None:
     batch = Batch([3, 4], [5, 70])
     batch.q *= 1e4

@@ -195,3 +195,10 @@ def test_few_requests_share_their_prefixes_and_many_do_not() -> None:
     assert splits(1, 4096) > 8
     assert splits(64, 4096) == 1
     assert splits(1, 100) == 1
+
+
+def test_all_layers_of_a_step_share_one_choice_of_a_plan() -> None:
+    choose_plan.cache_clear()
+    for _ in range(36):
+        choose_plan(3, 8, 4, 8, 128, 4096, 2, 2, Device())
+    assert choose_plan.cache_info().misses == 1
