@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from honed.adapt.trees.draft_tree import build_tree
 from honed.kernels.trees import reference, tree_build
 from honed.kernels.trees import tree_attention as kernel
+from honed.kernels.trees import tree_attention_plan as plans
 from honed.kernels.trees.reference import AttendedPrefix, PagedPrefix
-from honed.kernels.trees.tree_attention_plan import SPLITS, STAGES, Device, choose_plan
+from honed.kernels.trees.tree_attention_plan import SPLITS, STAGES, Device, Plan, choose_plan, different_plans
 from tests.kernels.interpreting import needs_gpu, needs_triton, run_cases
 
 HEADS, KV_HEADS, SIZE, PAGE = 4, 2, 8, 4
@@ -202,3 +203,38 @@ def test_all_layers_of_a_step_share_one_choice_of_a_plan() -> None:
     for _ in range(36):
         choose_plan(3, 8, 4, 8, 128, 4096, 2, 2, Device())
     assert choose_plan.cache_info().misses == 1
+
+
+# Most requests, K/V heads, heads of each, most rows, head size, most tokens of a prefix, bytes of a query's value and of K's.
+OF_ENGINES = [
+    (1024, 8, 4, 64, 128, 40_960, 2, 2),
+    (1024, 8, 16, 64, 128, 131_072, 2, 1),
+    (1024, 8, 8, 64, 128, 2048, 2, 2),
+    (256, 8, 8, 32, 128, 8192, 2, 2),
+    (256, 1, 7, 17, 256, 32_768, 2, 2),
+    (100, 5, 3, 40, 64, 300, 2, 2),
+    (48, 16, 1, 64, 128, 131_072, 4, 4),
+    (7, 8, 4, 16, 128, 0, 2, 2),
+    (1, 8, 4, 2, 128, 4096, 2, 2),
+]
+
+
+@pytest.mark.parametrize("device", [Device(), Device(142, 101_376)], ids=["H200", "L40S"])
+@pytest.mark.parametrize("sizes", OF_ENGINES, ids=str)
+def test_the_plans_of_all_steps_are_found_by_trying_few(
+    sizes: tuple[int, ...], device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kernels_of(plan: Plan) -> Plan:
+        is_split = plan.num_splits > 1
+        return plan._replace(num_splits=1 + is_split, merge_block_m=plan.merge_block_m * is_split)
+
+    most_requests, num_kv_heads, group, most_rows, *others = sizes
+    steps = itertools.product(range(1, most_requests + 1), range(2, most_rows + 1))
+    wanted = {kernels_of(choose_plan(n, num_kv_heads, group, rows, *others, device)) for n, rows in steps}
+    tried = list[tuple[Any, ...]]()
+    monkeypatch.setattr(plans, "choose_plan", lambda *shape: tried.append(shape) or choose_plan(*shape))
+    found = different_plans(*sizes, device)
+    assert {kernels_of(plan) for plan in found} == wanted
+    assert len(found) == len(wanted)
+    if most_requests >= 256:
+        assert 20 * len(tried) <= most_requests * (most_rows - 1)
