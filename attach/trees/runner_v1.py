@@ -21,6 +21,7 @@ changed. Later steps verify chains.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from honed.attach.trees.walk import Walk, order_of_rows, walk
 from honed.attach.trees.warm_up import WarmUp
 from honed.kernels.trees.reference import MAX_DEPTHS, DraftTrees
 from honed.kernels.trees.warm_up import Run, build_run, candidate_runs
+from honed.kernels.verify.walk_tree import compile_walk
 
 
 class _Growing(NamedTuple):
@@ -198,6 +200,7 @@ class TreesV1:
         shape = self.depth, min(NUM_CANDIDATES, model.get_vocab_size()), model.get_vocab_size(), model.dtype
         yield from candidate_runs(*shape, runner.device, runner.max_num_reqs, [False, True])
         yield build_run(*shape[:2], runner.num_spec_tokens, runner.device)
+        yield functools.partial(compile_walk, runner.num_spec_tokens, self.depth, runner.device)
         yield from self.layers.kernels(runner.max_num_reqs, runner.max_model_len, self.depth)
 
     def _fail(self, where: str) -> None:

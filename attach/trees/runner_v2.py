@@ -44,6 +44,7 @@ from honed.attach.trees.warm_up import WarmUp
 from honed.kernels.trees.reference import DraftTrees
 from honed.kernels.trees.tree_build import allocate, tree_build
 from honed.kernels.trees.warm_up import Run
+from honed.kernels.verify.walk_tree import compile_walk
 
 logger = logging.getLogger("honed.attach")
 
@@ -265,6 +266,7 @@ class TreesV2:
     def _kernels(self) -> Iterator[Run]:
         runner = self._runner
         yield from self._candidates.kernels(self.slots)
+        yield functools.partial(compile_walk, self.slots, self.depth, runner.device)
         yield from self.layers.kernels(runner.max_num_reqs, runner.max_model_len, self.depth)
 
     def _keep_out_of_full_graphs(self) -> None:

@@ -14,6 +14,7 @@ import torch
 from honed.attach.events.step_log import TreeRound
 from honed.attach.trees.tree_step import TreeStep
 from honed.kernels.trees.reference import ROOT, DraftTrees
+from honed.kernels.verify.walk_tree import walk_tree
 
 # Letters: B requests, N nodes that a tree has room for, P most nodes on a path.
 
@@ -34,22 +35,7 @@ def walk(trees: DraftTrees, num_nodes: torch.Tensor, drawn: torch.Tensor, max_de
         drawn: the token that the target drew at each row.
         max_depth: P.
     """
-    count, room = trees.tokens.shape
-    is_verified = torch.arange(room, device=drawn.device) < num_nodes[:, None]
-    row = torch.zeros(count, dtype=torch.int64, device=drawn.device)
-    is_on = torch.ones(count, dtype=torch.bool, device=drawn.device)
-    path = torch.full((count, max_depth), -1, dtype=torch.int64, device=drawn.device)
-    emitted = torch.full((count, max_depth + 1), -1, dtype=torch.int64, device=drawn.device)
-    for depth in range(max_depth + 1):
-        token = drawn.long().gather(1, row[:, None])[:, 0]
-        emitted[:, depth] = torch.where(is_on, token, -1)
-        if depth == max_depth:
-            break
-        is_child = is_verified & (trees.parents == (row - 1)[:, None]) & (trees.tokens == token[:, None])
-        is_on = is_on & is_child.any(1)
-        row = torch.where(is_on, is_child.int().argmax(1) + 1, row)
-        path[:, depth] = torch.where(is_on, row, -1)
-    return Walk(path, (path > 0).sum(1), emitted)
+    return Walk(*walk_tree(trees.tokens, trees.parents, num_nodes, drawn, max_depth))
 
 
 def order_of_rows(step: TreeStep, walked: Walk, num_rows: int) -> torch.Tensor:  # [T] int64

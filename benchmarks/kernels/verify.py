@@ -1,4 +1,4 @@
-"""Cases of the ops after the target's pass: `verify_chain`, `verify_tree` and `pack_events`."""
+"""Cases of the ops after the target's pass: `verify_chain`, `verify_tree`, `walk_tree` and `pack_events`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from honed.kernels.events.pack_events import EventBuffer, pack_events
 from honed.kernels.verify import reference
 from honed.kernels.verify.verify_chain import verify_chain
 from honed.kernels.verify.verify_tree import verify_tree
+from honed.kernels.verify.walk_tree import walk_tree
 
 QWEN_VOCABULARY = 151_936
 CERTAIN = 40.0
@@ -142,6 +143,17 @@ def tree_work(b: int, n: int, v: int, temperature: float, device: torch.device) 
     )
 
 
+def walk_work(b: int, n: int, device: torch.device) -> Work:
+    """Walk to the end of the chain by drawn tokens, outside of a graph, as an engine does."""
+    torch.manual_seed(0)
+    tokens, parents, depths = tree_of(b, n, QWEN_VOCABULARY, device)
+    chain = int(depths.max())
+    drawn = torch.full((b, n + 1), -1, device=device, dtype=torch.int64)
+    drawn[:, :chain] = tokens[:, :chain].long()
+    arguments = (tokens, parents, torch.full((b,), n, device=device), drawn, chain)
+    return Work(lambda: walk_tree(*arguments), alternatives={"plain twin": lambda: reference.walk_tree(*arguments)})
+
+
 def pack_work(b: int, k: int, d: int, m: int, device: torch.device) -> Work:
     """Copy a step's events of chains with candidates to the host."""
     layout = EventLayout(b, k, depths=d, candidates=m)
@@ -193,8 +205,10 @@ CASES = [
     chain_case(1, 15, QWEN_VOCABULARY, False, False, "cuda"),
     tree_case(64, 32, QWEN_VOCABULARY, 0.0, "cuda", GOAL),
     tree_case(64, 32, QWEN_VOCABULARY, 1.0, "cuda", GOAL),
+    Case("walk_tree", "batch 64, 32 nodes", "cuda", partial(walk_work, 64, 32)),
     Case("pack_events", "batch 64, 15 drafts, 8 candidates", "cuda", partial(pack_work, 64, 15, 15, 8)),
     chain_case(4, 7, 32_000, False, False, "cpu"),
     tree_case(4, 15, 32_000, 1.0, "cpu"),
+    Case("walk_tree", "batch 8, 15 nodes", "cpu", partial(walk_work, 8, 15)),
     Case("pack_events", "batch 64, 15 drafts, 8 candidates", "cpu", partial(pack_work, 64, 15, 15, 8)),
 ]

@@ -1,4 +1,4 @@
-"""Plain PyTorch twins of `verify_chain` and `verify_tree`, including the noise: same seeds, same tokens.
+"""Plain PyTorch twins of `verify_chain`, `verify_tree` and `walk_tree`, including the noise: same seeds, same tokens.
 
 Letters: B = requests, K = draft tokens at most, N = tree nodes, V = vocabulary, R = rows of logits.
 """
@@ -176,3 +176,30 @@ def verify_tree(
         path[:, depth] = torch.where(is_walking, child, -1)
         current = torch.where(is_walking, child, current)
     return (path >= 0).sum(-1).int(), path.int(), emitted.int(), bonus.int()
+
+
+def walk_tree(
+    tokens: torch.Tensor,  # [B, N]
+    parents: torch.Tensor,  # [B, N], −1: the anchor
+    num_verified: torch.Tensor,  # [B]
+    drawn: torch.Tensor,  # [B, N + 1]
+    max_depth: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Path [B, max_depth], accepted counts [B] and tokens [B, max_depth + 1], int64: see walk_tree.py."""
+    count, room = tokens.shape
+    node = torch.arange(room, device=drawn.device)
+    is_node = (node < num_verified[:, None]) & (parents < node)
+    row = torch.zeros(count, dtype=torch.int64, device=drawn.device)
+    is_on = torch.ones(count, dtype=torch.bool, device=drawn.device)
+    path = torch.full((count, max_depth), -1, dtype=torch.int64, device=drawn.device)
+    emitted = torch.full((count, max_depth + 1), -1, dtype=torch.int64, device=drawn.device)
+    for depth in range(max_depth + 1):
+        token = drawn.long().gather(1, row[:, None])[:, 0]
+        emitted[:, depth] = torch.where(is_on, token, -1)
+        if depth == max_depth or not room:
+            break
+        is_child = is_node & (parents == (row - 1)[:, None]) & (tokens == token[:, None])
+        is_on = is_on & is_child.any(1)
+        row = torch.where(is_on, is_child.int().argmax(1) + 1, row)
+        path[:, depth] = torch.where(is_on, row, -1)
+    return path, (path > 0).sum(1), emitted

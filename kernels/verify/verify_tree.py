@@ -61,6 +61,7 @@ if triton is not None:
         race_within,
         total_of,
     )
+    from honed.kernels.verify.walk_tree import walk_down
 
     OFF = tl.constexpr(-1)
     """Posted for a row that the walk can't reach; 0: nothing posted yet; t + 1: the target's token there is t."""
@@ -161,25 +162,10 @@ if triton is not None:
         m_n &= tl.load(depth_ptr + o_n, mask=m_n, other=0) > 0
         b_parent_row = tl.load(parent_ptr + o_n, mask=m_n, other=-2).to(tl.int32) + 1
         b_token = tl.load(token_ptr + o_n, mask=m_n, other=-1).to(tl.int32)
-        b_parent_row = tl.where(b_parent_row < o_r, b_parent_row, -1)
         o_p = tl.arange(0, PATH)
-        b_path = tl.full((PATH,), -1, tl.int32)
-        b_out = tl.full((PATH,), -1, tl.int32)
-        current = i_b.to(tl.int32) * 0
-        accepted = current
-        choice = tl.load(posted_ptr + i_b * (num_nodes + 1)) - 1
-        is_walking = accepted < max_depth
-        while is_walking:
-            child = tl.min(tl.where((b_parent_row == current) & (b_token == choice), o_r, ROWS), axis=0)
-            is_walking = child < ROWS
-            if is_walking:
-                b_path = tl.where(o_p == accepted, child, b_path)
-                b_out = tl.where(o_p == accepted, choice, b_out)
-                accepted += 1
-                current = child
-                choice = tl.load(posted_ptr + i_b * (num_nodes + 1) + child) - 1
-                is_walking = accepted < max_depth
-        b_out = tl.where(o_p == accepted, choice, b_out)
+        accepted, choice, b_path, b_out = walk_down(
+            b_parent_row, b_token, posted_ptr + i_b * (num_nodes + 1), max_depth, 1, ROWS, PATH
+        )
         tl.store(path_ptr + i_b * max_depth + o_p, b_path, mask=o_p < max_depth)
         tl.store(out_ptr + i_b * (max_depth + 1) + o_p, b_out, mask=o_p <= max_depth)
         tl.store(num_accepted_ptr + i_b, accepted)

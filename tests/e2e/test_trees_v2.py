@@ -11,6 +11,7 @@ import torch
 from honed.daemon.install.vllm_args import table_for
 from honed.kernels.cache import compact_kv
 from honed.kernels.trees import top_candidates, tree_attention, tree_build
+from honed.kernels.verify import walk_tree
 from tests.e2e.device_waits import device_waits, of_honed
 from tests.e2e.engine import DRAFTER, IS_CUDA, IS_SLOW, IS_V2, K, TestEngine, engine, held_out
 from tests.e2e.failing import fail_sometimes
@@ -90,7 +91,7 @@ def test_no_step_with_trees_compiles_a_kernel(trees: TestEngine) -> None:
 def num_compiled() -> int:
     """Kernels of trees that were compiled in this process."""
     jitted = (top_candidates._scan_kernel, top_candidates._merge_kernel, tree_build._tree_build_kernel)
-    jitted += (tree_attention._prefix_kernel, tree_attention._tree_kernel, compact_kv._compact_kernel)
+    jitted += (tree_attention._prefix_kernel, tree_attention._tree_kernel, compact_kv._compact_kernel, walk_tree._walk_kernel)
     return sum(len(caches[0]) for kernel in jitted for caches in kernel.device_caches.values())
 
 

@@ -19,6 +19,7 @@ from honed.kernels.recurrent import tree_conv, tree_delta_rule
 from honed.kernels.training import block_loss_goal, block_loss_labels
 from honed.kernels.trees import reference, top_candidates, tree_attention, tree_build, warm_up
 from honed.kernels.trees.tree_attention_plan import Device, choose_plan
+from honed.kernels.verify import walk_tree
 
 HALF = torch.bfloat16
 
@@ -111,6 +112,18 @@ def test_after_its_runs_nothing_of_a_trees_growth_is_compiled(compiled: list[Any
         trees = tree_build.allocate(requests, 15, "cpu")
         tree_build.launch(torch.zeros(ids.shape), ids, torch.full((requests,), 15), trees)
     assert {kernel.hash for kernel in compiled} == known
+
+
+@pytest.mark.parametrize("slots", [7, 15, 31, 63])
+def test_after_its_run_no_walk_is_compiled(compiled: list[Any], slots: int) -> None:
+    walk_tree.compile_walk(slots, 7, torch.device("cpu"))
+    known = {kernel.hash for kernel in compiled}
+    assert len(known) == 1
+    for requests in (1, 2, 16, 33):
+        nodes = torch.zeros(requests, slots, dtype=torch.int32)
+        walk_tree.launch(nodes, nodes, torch.zeros(requests).long(), torch.zeros(requests, slots + 1).long(), 7)
+    assert {kernel.hash for kernel in compiled} == known
+    assert compiled[0].metadata.num_warps == 1
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from honed.adapt.trees.draft_tree import ROOT, build_tree
 from honed.attach.trees.tree_step import tree_step
 from honed.attach.trees.walk import describe, walk
 from honed.kernels.trees.reference import DraftTrees, tree_build
+from honed.kernels.verify import walk_tree
 
 DEPTHS, CANDIDATES, ROOM = 4, 3, 12
 
@@ -46,6 +50,37 @@ def test_a_walk_goes_where_the_target_drew() -> None:
             assert int(found.num_accepted[b]) == len(path)
             longest = max(longest, len(path))
     assert longest >= 3
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+class Asked(TorchDispatchMode):
+    """Notes each operation of PyTorch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **kwargs or {})
+
+
+def test_on_a_gpu_a_walk_is_one_launch_however_deep(monkeypatch: pytest.MonkeyPatch) -> None:
+    trees, launches = random_trees(3, 0), list[Any]()
+    num_nodes, drawn = torch.full((3,), ROOM), torch.zeros(3, ROOM + 1, dtype=torch.int64)
+    made = walk(trees, num_nodes, drawn, 15)
+    monkeypatch.setattr(walk_tree, "launch", lambda *given: launches.append(given) or tuple(made))
+    on_device = drawn.as_subclass(OnDevice)
+    with Asked() as asked:
+        found = walk(trees, num_nodes, on_device, 15)
+    assert found == made
+    assert len(launches) == 1
+    assert asked.names == []
 
 
 def test_a_round_says_what_the_chain_alone_would_have_got() -> None:
