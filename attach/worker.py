@@ -33,6 +33,8 @@ from honed.attach.trees.runner_v2 import TreesV2
 from honed.attach.trees.slots import block_tokens_of
 
 logger = logging.getLogger("honed.attach")
+ROW_IDS_BYTES = 32
+"""Bytes of a captured row beside its features: its number, token and position, and padding."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -61,6 +63,7 @@ class _WorkerSide:
         model = self.runner.draft_model
         self.swapper = Swapper(model, torch.device(worker.device))
         self.capturer: Capturer | None = None
+        self._step_bytes = 0
         if settings["ring_path"] and worker.rank == 0:
             path, ring_bytes, kind = Path(settings["ring_path"]), settings["ring_bytes"], settings["feature_kind"]
             norm = getattr(model.model, "hidden_norm", None)
@@ -71,6 +74,8 @@ class _WorkerSide:
                 bytes.fromhex(settings["secret"]),
             )
             self.runner.looks_first = norm is None or kind == "layers"
+            most_rows = worker.vllm_config.scheduler_config.max_num_batched_tokens
+            self._step_bytes = most_rows * (self.swapper.row_bytes(kind) + ROW_IDS_BYTES)
 
     def begin(self) -> None:
         """Take part in the runner's steps from now on, on all ranks alike."""
@@ -80,7 +85,7 @@ class _WorkerSide:
         self.runner.count_steps()
         skip_idle_drafts(self.runner, torch.device(self._worker.device))
         if self.capturer is not None:
-            self.capturer.prepare()
+            self.capturer.prepare(torch.device(self._worker.device), self._step_bytes)
             self.runner.wrap(self.capturer.on_schedule, self.capturer.on_step, self._errors.note)
 
     def _target(self) -> int:

@@ -22,6 +22,7 @@ FAULTS = (
     "a full tmpfs under the sample ring",
     "files that are cut off while they are in use",
     "an exception in the publisher's thread",
+    "pinned memory allocated within a step",
     "tokens past a request's end that counted as gain",
     "drafts struck by a grammar that counted as never tried",
     "an override that outlives its daemon",

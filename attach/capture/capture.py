@@ -10,8 +10,9 @@ Each of these hazards would silently teach the drafter something false. Each has
   FLAG_GAP.
 - Token ids and positions come from the same rows as the features; they are never reconstructed.
 
-A thread compiles the kernel that gathers rows, from the attachment on: no step waits for a compiler. Requests that start before
-it is ready aren't captured.
+A thread compiles the kernel that gathers rows and allocates all pinned memory, from the attachment on: no step waits for a
+compiler, nor for the driver. Requests that start before it is ready aren't captured. Rows for which there is no pinned memory
+left are skipped: the ring's thread is behind.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ import torch
 
 from honed.adapt.protocol.capture_limit import MOST_CAPTURED
 from honed.attach.capture.captured_rows import CapturedRequest, CapturedRows, RowWriter
+from honed.attach.capture.pinned_arena import PinnedArena, Slot
 from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.events.labels import read_labels
 from honed.attach.events.request_book import key_of
@@ -38,6 +41,8 @@ from honed.kernels.capture.context_features import context_features
 
 logger = logging.getLogger("honed.attach")
 
+LEAST_PINNED, MOST_PINNED = 256 << 20, 1 << 30
+"""Bytes of pinned memory for rows on their way to the ring; as many as the rows of one step take, within these limits."""
 RETRY_S = 600.0
 """Time to wait after a ring couldn't be made."""
 
@@ -72,21 +77,42 @@ class Capturer:
         self._pending: deque[CapturedRows | CapturedRequest] = deque()
         """Rows on their way to the host, in the order of steps; a request stands for its end, behind its rows."""
         self._side: Any = None
-        self._compiling: threading.Thread | None = None
+        self._arena: PinnedArena | None = None
+        """Where there is one, rows are copied beside the steps."""
+        self._preparing: threading.Thread | None = None
 
-    def prepare(self) -> None:
-        """Begin to compile the kernel that a step needs on a GPU."""
-        if self._kind != "fused" or self._norm is None:
+    def prepare(self, device: torch.device, step_bytes: int = 0) -> None:
+        """Begin to make what a step needs on a GPU: pinned memory, and the kernel.
+
+        Args:
+            step_bytes: most bytes of a step's rows; 0: unknown.
+        """
+        if device.type == "cuda":
+            num_bytes = min(max(step_bytes, LEAST_PINNED), MOST_PINNED)
+            task = device, num_bytes
+            self._preparing = threading.Thread(target=self._prepare, args=task, name="honed-prepare", daemon=True)
+            self._preparing.start()
+
+    def _prepare(self, device: torch.device, num_bytes: int) -> None:
+        try:
+            use_device(device)
+            arena = PinnedArena(num_bytes)
+        except Exception as error:
+            logger.warning(
+                "honed: nothing is captured, since the driver gives no %d MiB of pinned memory: %s; see `ulimit -l`, and the "
+                "memory limit of vLLM's service or container",
+                num_bytes >> 20,
+                error,
+            )
             return
-        weight, eps = self._norm()
-        if weight.is_cuda:
-            self._compiling = threading.Thread(target=_compile, args=(weight, eps), name="honed-compile", daemon=True)
-            self._compiling.start()
+        if self._kind == "fused" and self._norm is not None:
+            _compile(*self._norm())
+        self._arena = arena
 
     @property
     def is_ready(self) -> bool:
-        """Whether the kernel is compiled."""
-        return self._compiling is None or not self._compiling.is_alive()
+        """Whether a step has all that it needs."""
+        return self._preparing is None or self._arena is not None
 
     def set_share(self, share: float, drafter_version: str) -> None:
         """Capture this share of the requests that start from now on; 0 stops new ones, running ones go on."""
@@ -162,19 +188,31 @@ class Capturer:
         if not chosen:
             return
         starts, ends = view.row_starts[:-1], view.row_starts[1:]
-        rows = np.concatenate([np.arange(starts[i], ends[i]) for i, _ in chosen])
-        device = view.positions.device
-        index, batch = (_moved(torch.from_numpy(ids), device) for ids in (rows, np.array([i for i, _ in chosen])))
-        self._pending.append(
-            self._to_host(
+        counts = [int(ends[i] - starts[i]) for i, _ in chosen]
+        rows = [np.arange(starts[i], ends[i]) for i, _ in chosen]
+        ids = torch.from_numpy(np.concatenate([*rows, np.array([i for i, _ in chosen])]))
+        slot = None
+        if self._arena is not None and (slot := self._arena.take([ids.nbytes])) is None:
+            self.writer.skip(sum(counts))
+            return
+        taken = None
+        try:
+            moved = _moved(ids, view.positions.device, slot)
+            index, batch = moved[: sum(counts)], moved[sum(counts) :]
+            taken = self._to_host(
                 [c for _, c in chosen],
-                [int(ends[i] - starts[i]) for i, _ in chosen],
+                counts,
                 self._features(view, index),
                 view.token_ids.index_select(0, index),
                 view.positions.index_select(0, index),
                 view.num_rejected.index_select(0, batch) if view.num_rejected is not None else None,
+                slot,
             )
-        )
+        finally:
+            if taken is not None:
+                self._pending.append(taken)
+            elif slot is not None:
+                self._pending.append(self._nothing(slot))
 
     def _features(self, view: StepView, index: torch.Tensor) -> torch.Tensor:  # [N, F]
         if self._kind == "fused" and self._norm is not None:
@@ -198,22 +236,39 @@ class Capturer:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         num_rejected: torch.Tensor | None,
-    ) -> CapturedRows:
+        ids_slot: Slot | None = None,
+    ) -> CapturedRows | None:
+        """Begin to copy the rows; None: there is no pinned memory for them.
+
+        Args:
+            ids_slot: what the main stream copied the rows' numbers from.
+        """
         version = self._drafter_version
-        if features.device.type != "cuda":
+        if self._arena is None or ids_slot is None:
             return CapturedRows(requests, counts, features, token_ids, positions, num_rejected, None, version)
+        tensors = [features, token_ids, positions] + ([num_rejected] if num_rejected is not None else [])
+        slot = self._arena.take([tensor.nbytes for tensor in tensors])
+        if slot is None:
+            self.writer.skip(len(features))
+            return None
         if self._side is None:
             self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
-            tensors = [features, token_ids, positions] + ([num_rejected] if num_rejected is not None else [])
-            host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+            host = [slot.tensor(t.shape, t.dtype).copy_(t, non_blocking=True) for t in tensors]
             for tensor in tensors:
                 tensor.record_stream(self._side)
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
         rejected = host[3] if num_rejected is not None else None
-        return CapturedRows(requests, counts, host[0], host[1], host[2], rejected, arrived, version)
+        return CapturedRows(requests, counts, host[0], host[1], host[2], rejected, arrived, version, (slot, ids_slot))
+
+    def _nothing(self, slot: Slot) -> CapturedRows:
+        """Stands for rows that aren't captured, until the main stream has read the slot."""
+        read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        read.record()
+        none = torch.empty(0, 0)
+        return CapturedRows([], [], none, none, none, None, read, self._drafter_version, (slot,))
 
     def _commit(self) -> None:
         """Write what has arrived."""
@@ -237,7 +292,13 @@ class Capturer:
 
     def _forget(self) -> None:
         self._requests.clear()
+        rows = [one for one in self._pending if isinstance(one, CapturedRows)]
         self._pending.clear()
+        for one in rows:
+            if one.has_arrived:
+                one.release()
+            else:  # a copy may still write their pinned memory
+                self._pending.append(replace(one, requests=[]))
 
 
 def _session(label: str, prompt: list[int]) -> str:
@@ -257,9 +318,9 @@ def _stop_ids(params: Any) -> frozenset[int]:
     return frozenset([*(params.stop_token_ids or ()), *(() if eos is None else (eos,))])
 
 
-def _moved(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _moved(ids: torch.Tensor, device: torch.device, slot: Slot | None) -> torch.Tensor:
     """Copy to the device, from pinned memory: a copy from any other memory waits for the device."""
-    return ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids
+    return ids if slot is None else slot.tensor(ids.shape, ids.dtype).copy_(ids).to(device, non_blocking=True)
 
 
 def _compile(weight: torch.Tensor, eps: float) -> None:

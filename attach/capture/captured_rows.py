@@ -18,10 +18,9 @@ import numpy.typing as npt
 import torch
 
 from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, finite_rows, runs_of
+from honed.attach.capture.pinned_arena import Slot
 from honed.attach.capture.ring_writer import RingWriter
 
-MOST_BYTES = 256 << 20
-"""Most bytes of rows that wait in pinned memory to be written; further rows are skipped."""
 IDLE_S = 10.0
 """The thread ends after this idle time; the next rows start one."""
 _RING_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -66,6 +65,13 @@ class CapturedRows:
     arrived: Any  # torch.cuda.Event | None
     drafter_version: str
     """Version of the weights that computed the features."""
+    held: tuple[Slot, ...] = ()
+    """Pinned memory of a step, theirs and what it copied to the device."""
+
+    def release(self) -> None:
+        """Give the pinned memory back, once they have arrived and are written, or aren't needed."""
+        for slot in self.held:
+            slot.free()
 
     @property
     def has_arrived(self) -> bool:
@@ -87,7 +93,7 @@ class RowWriter:
         self._thread: threading.Thread | None = None
         self._queue: queue.SimpleQueue[CapturedRows | CapturedRequest] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._num_waiting = self._waiting_bytes = 0
+        self._num_waiting = 0
         self._failure: Exception | None = None
         self.num_rows = 0
         self.num_skipped = 0
@@ -110,7 +116,7 @@ class RowWriter:
         self._is_refused = False
 
     def take(self, rows: CapturedRows, is_apart: bool | None = None) -> None:
-        """Write rows that have arrived.
+        """Write rows that have arrived; what waits is bounded by the pinned memory that there is for them.
 
         Args:
             is_apart: write on the thread; None: if they came from a GPU.
@@ -118,13 +124,12 @@ class RowWriter:
         Raises:
             ValueError, OSError: they couldn't be written; `raise_failure` raises the thread's errors.
         """
-        if not (rows.arrived is not None if is_apart is None else is_apart):
-            self._write(rows)
-            return
-        if self._waiting_bytes and self._waiting_bytes + rows.features.nbytes > MOST_BYTES:
-            self._skip(len(rows.features))
-        else:
+        if not rows.requests:
+            rows.release()
+        elif rows.arrived is not None if is_apart is None else is_apart:
             self._put(rows)
+        else:
+            self._write(rows)
 
     def take_end(self, request: CapturedRequest) -> None:
         """Note a finished request whose rows were taken; `raise_failure` raises what goes wrong."""
@@ -143,7 +148,6 @@ class RowWriter:
     def _put(self, item: CapturedRows | CapturedRequest) -> None:
         with self._lock:
             self._num_waiting += 1
-            self._waiting_bytes += _bytes_of(item)
             self._queue.put(item)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="honed-capture", daemon=True)
@@ -167,18 +171,20 @@ class RowWriter:
             except Exception as error:
                 self._note(error)
             finally:
+                if isinstance(item, CapturedRows):
+                    item.release()
                 with self._lock:
                     self._num_waiting -= 1
-                    self._waiting_bytes -= _bytes_of(item)
                 del item
 
-    def _skip(self, num_rows: int) -> None:
+    def skip(self, num_rows: int) -> None:
+        """Count rows that aren't written."""
         with self._lock:
             self.num_skipped += num_rows
 
     def _note(self, error: Exception) -> None:
         with self._lock:
-            self._failure = error.with_traceback(None)  # its frames hold pinned memory
+            self._failure = error.with_traceback(None)  # its frames hold the rows
 
     def _write_end(self, request: CapturedRequest) -> None:
         try:
@@ -191,12 +197,12 @@ class RowWriter:
         features = _to_numpy(rows.features)
         if self._ring is None:
             if self._is_refused:
-                self._skip(len(features))
+                self.skip(len(features))
                 return
             try:
                 self._ring = self._make_ring(features.shape[1], _RING_DTYPES[rows.features.dtype])
             except Exception:
-                self._skip(len(features))
+                self.skip(len(features))
                 self._is_refused = True
                 raise
         token_ids = rows.token_ids.numpy().astype(np.int32)
@@ -217,7 +223,7 @@ class RowWriter:
                 try:
                     self._write_request(request, rows.drafter_version, token_ids[run], positions[run], features[run], flags)
                 except (ValueError, OSError) as error:
-                    self._skip(run.stop - run.start)
+                    self.skip(run.stop - run.start)
                     refused = error
         if refused is not None:
             raise refused
@@ -252,10 +258,6 @@ class RowWriter:
         )
         request.next_position = first + count  # only now: rows that couldn't be written leave a gap
         self.num_rows += count
-
-
-def _bytes_of(item: CapturedRows | CapturedRequest) -> int:
-    return item.features.nbytes if isinstance(item, CapturedRows) else 0
 
 
 def _to_numpy(features: torch.Tensor) -> npt.NDArray[Any]:

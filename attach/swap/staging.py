@@ -3,6 +3,9 @@
 vLLM plans the device's memory for itself, and takes some of it only when a large batch comes. It leaves little, and a trainer
 may want that, too. So staging always leaves `RESERVE_BYTES` on the device. From pinned host memory the copy takes some tens of
 milliseconds for each gigabyte, instead of one.
+
+Weights reach the device through one small pinned buffer: while the driver pins memory, a step may wait to launch its kernels.
+Only where the device has no room is a whole drafter pinned.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 logger = logging.getLogger("honed.attach")
 
 RESERVE_BYTES = 1 << 29
+BUFFER_BYTES = 32 << 20
 Tensors = dict[str, torch.Tensor]
 
 
@@ -27,6 +31,8 @@ class Staging:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._most_bytes = 0
+        self._buffer: torch.Tensor | None = None
+        """Pinned, made for the first weights and kept."""
         self.is_device_away = False
         """vLLM sleeps: it needs the device's free memory to wake up."""
 
@@ -42,14 +48,11 @@ class Staging:
         """
         if self._stream is None:
             return tensors
-        pinned = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-        wanted = held_bytes + num_bytes(pinned)
+        wanted = held_bytes + num_bytes(tensors)
         free, _ = torch.cuda.mem_get_info(self._device)
         if not self.is_device_away and has_room(free, wanted, self._most_bytes):
             try:
-                with torch.cuda.stream(self._stream):
-                    moved = {name: tensor.to(self._device, non_blocking=True) for name, tensor in pinned.items()}
-                self._stream.synchronize()
+                moved = self._move(tensors)
             except torch.OutOfMemoryError:
                 pass  # another process was quicker
             else:
@@ -58,10 +61,36 @@ class Staging:
         logger.warning(
             "honed: new weights (%d MiB) wait in host memory, since only %d MiB are free on the device: the swap takes longer; "
             "lower --gpu-memory-utilization a little to have them on the device",
-            num_bytes(pinned) >> 20,
+            num_bytes(tensors) >> 20,
             free >> 20,
         )
-        return pinned
+        return {name: tensor.pin_memory() for name, tensor in tensors.items()}
+
+    def _move(self, tensors: Tensors) -> Tensors:
+        """Copy tensors to the device through the buffer, which isn't written while a copy reads it."""
+        assert self._stream is not None
+        if self._buffer is None:
+            self._buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._stream.synchronize()  # an earlier call may have failed half way
+        used, size = 0, len(self._buffer)
+        with torch.cuda.stream(self._stream):
+            moved = {name: torch.empty(one.shape, dtype=one.dtype, device=self._device) for name, one in tensors.items()}
+            for name, tensor in tensors.items():
+                for source, target in zip(_pieces(tensor, size), _pieces(moved[name], size), strict=True):
+                    if used + len(source) > size:
+                        self._stream.synchronize()
+                        used = 0
+                    part = self._buffer[used : used + len(source)]
+                    target.copy_(part.copy_(source), non_blocking=True)
+                    used += len(source)
+        self._stream.synchronize()
+        return moved
+
+
+def _pieces(tensor: torch.Tensor, num_bytes: int) -> list[torch.Tensor]:
+    """A contiguous tensor's bytes, in pieces of at most so many."""
+    whole = tensor.view(-1).view(torch.uint8)
+    return [whole[begin : begin + num_bytes] for begin in range(0, len(whole), num_bytes)]
 
 
 def has_room(free: int, wanted: int, most: int) -> bool:

@@ -60,6 +60,11 @@ class Swapper:
                 self._shards[name], self._shapes[name] = shard, shard.whole_shape(part.shape)
                 self._dtypes[name] = part.dtype
 
+    def row_bytes(self, feature_kind: str) -> int:
+        """Bytes of a captured row's features, by the shape of what fuses them; 0: unknown."""
+        shape, dtype = self._shapes.get("fc.weight"), self._dtypes.get("fc.weight")
+        return 0 if shape is None or dtype is None else shape[0 if feature_kind == "fused" else 1] * dtype.itemsize
+
     def stage(self, wanted: Sequence[tuple[str, str, str]]) -> str:
         """Begin to read, check and copy to the device the versions not held yet; drop all others. Return at once.
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ import torch
 from honed.adapt.protocol.capture_limit import MOST_CAPTURED
 from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED
 from honed.attach.capture.capture import Capturer
+from honed.attach.capture.captured_rows import CapturedRows
 from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.runner.runner import StepView
 from honed.kernels.capture.reference import context_features
@@ -270,7 +271,11 @@ def test_ends_are_told_behind_the_last_rows_though_these_arrive_late(
 ) -> None:
     """A busy server has no step without captured rows, so there are always some under way."""
     clock, to_host = [0], capturer._to_host
-    monkeypatch.setattr(capturer, "_to_host", lambda *given: replace(to_host(*given), arrived=LateEvent(clock, steps)))
+    monkeypatch.setattr(
+        capturer,
+        "_to_host",
+        lambda *given: replace(cast("CapturedRows", to_host(*given)), arrived=LateEvent(clock, steps)),
+    )
 
     def step(number: int, finished: tuple[str, ...]) -> None:
         clock[0] += 1
@@ -315,13 +320,13 @@ def test_on_a_gpu_nothing_is_captured_before_the_kernel_is_compiled(
 ) -> None:
     weight = torch.ones(H, device="cuda")
     capturer = Capturer(lambda size, dtype: ring, lambda: (weight, 1e-6), "fused", b"key")  # type: ignore[arg-type, return-value]
-    capturer.prepare()
+    capturer.prepare(weight.device)
     capturer.set_share(1.0, "v1")
     with monkeypatch.context() as compiling:
         compiling.setattr(Capturer, "is_ready", False)
         capturer.on_schedule(schedule({"early": [5]}))
-    assert capturer._compiling is not None
-    capturer._compiling.join(120)
+    assert capturer._preparing is not None
+    capturer._preparing.join(120)
     assert capturer.is_ready
     assert caplog.text == "", "it can't be compiled"
     capturer.on_schedule(schedule({"late": [5]}))

@@ -7,6 +7,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, KIND_END
 from honed.attach.capture import captured_rows
 from honed.attach.capture.captured_rows import CapturedRequest, CapturedRows, RowWriter
+from honed.attach.capture.pinned_arena import Slot
 from honed.attach.capture.ring_writer import RingWriter
 from honed.recalib.samples.ring_reader import RingReader
 
@@ -98,19 +100,17 @@ def test_nobody_waits_for_the_ring() -> None:
     assert len(ring.seen) == 50
 
 
-def test_more_than_may_wait_is_left_out_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_rows, "MOST_BYTES", 10 * H * 4)
+def test_pinned_memory_is_given_back_once_its_rows_are_written() -> None:
     ring, a = Ring(), request("a")
     writer = RowWriter(lambda size, dtype: ring)  # type: ignore[arg-type, return-value]
     ring.may_go.clear()
-    writer.take(rows(a, 0, 12), is_apart=True)  # a step by itself is taken, however large
-    writer.take(rows(a, 12, 3), is_apart=True)
-    assert writer.num_skipped == 3
+    slots = [Slot(torch.empty(64), 0, 64) for _ in range(4)]
+    for number, version in enumerate(("v1", "bad")):
+        writer.take(replace(rows(a, number, 1, version), held=tuple(slots[2 * number : 2 * number + 2])), is_apart=True)
+    assert not any(slot.is_free for slot in slots)
     ring.may_go.set()
     wait(writer)
-    writer.take(rows(a, 15, 3), is_apart=True)
-    wait(writer)
-    assert ring.seen == [f"a@{i}" for i in (*range(12), *range(15, 18))]
+    assert all(slot.is_free for slot in slots), "also of rows that were refused"
 
 
 def test_what_goes_wrong_on_the_thread_is_told_once_and_stops_nothing() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import pytest
 import torch
 
@@ -34,6 +37,57 @@ def test_on_a_cpu_they_stay_where_they_are() -> None:
 
 def weights(factor: float) -> dict[str, torch.Tensor]:
     return {name: torch.full((1024, 1024), factor + i) for i, name in enumerate("abcd")}
+
+
+class Queue(contextlib.nullcontext[None]):
+    """Stands in for a CUDA stream: what is copied on it is copied when somebody waits for it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copy = copy = torch.Tensor.copy_
+
+        def queue_copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+            if not non_blocking:
+                return copy(target, source)
+            self._copies.append((target, source))
+            return target
+
+        patch.setattr(torch.Tensor, "copy_", queue_copy)
+        patch.setattr(torch.cuda, "stream", lambda stream: stream)
+
+    def synchronize(self) -> None:
+        for target, source in self._copies:
+            self._copy(target, source)
+        self._copies.clear()
+
+
+@pytest.mark.fault("pinned memory allocated within a step")
+@pytest.mark.parametrize("buffer_bytes", [96, 1000, 1 << 20])
+def test_weights_reach_the_device_through_one_pinned_buffer(monkeypatch: pytest.MonkeyPatch, buffer_bytes: int) -> None:
+    """Which isn't written while a copy reads it."""
+    pinned: list[int] = []
+    empty = torch.empty
+
+    def allocate(*size: Any, pin_memory: bool = False, **rest: Any) -> torch.Tensor:
+        made = empty(*size, **rest)
+        pinned.extend([made.nbytes] if pin_memory else [])
+        return made
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.nbytes) or tensor)
+    monkeypatch.setattr(staging, "BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * GIB, 80 * GIB))
+    there = Staging(torch.device("cpu"))
+    monkeypatch.setattr(there, "_stream", Queue(monkeypatch))
+    for seed in range(3):
+        chance = torch.Generator().manual_seed(seed)
+        shapes = {"norm": (7,), "k": (4, 31), "q": (16, 31), "scale": (), "none": (0, 3)}
+        given = {name: torch.randn(shape, generator=chance).to(torch.bfloat16) for name, shape in shapes.items()}
+        found = there.bring(given)
+        assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
+        assert not any(found[name] is tensor for name, tensor in given.items())
+    assert pinned == [buffer_bytes]
 
 
 @pytest.mark.gpu
