@@ -27,6 +27,7 @@ from honed.attach.runner.runner import Runner, runner_of
 from honed.attach.runner.verified_drafts import VerifiedDrafts
 from honed.attach.swap.arriving_weights import take_updates
 from honed.attach.swap.deep_sleep import keep_through_sleep
+from honed.attach.swap.device_reserve import DeviceReserve
 from honed.attach.swap.swap import Swapper
 from honed.attach.trees.runner_v1 import TreesV1
 from honed.attach.trees.runner_v2 import TreesV2
@@ -57,11 +58,11 @@ class _Errors:
 class _WorkerSide:
     """One rank's capture and swap. Nothing in vLLM changes before `begin`."""
 
-    def __init__(self, worker: Any, settings: dict[str, Any], errors: _Errors) -> None:
+    def __init__(self, worker: Any, settings: dict[str, Any], errors: _Errors, reserve: DeviceReserve) -> None:
         self.runner: Runner = runner_of(worker.model_runner)
         self._worker, self._errors = worker, errors
         model = self.runner.draft_model
-        self.swapper = Swapper(model, torch.device(worker.device))
+        self.swapper = Swapper(model, torch.device(worker.device), reserve)
         self.capturer: Capturer | None = None
         self._step_bytes = 0
         if settings["ring_path"] and worker.rank == 0:
@@ -136,17 +137,20 @@ class HonedWorkerExtension:
     _honed_drafts: VerifiedDrafts | None = None
     _honed_fed: FedVerification | None = None
     _honed_trees: TreesV1 | TreesV2 | None = None
+    _honed_reserve: DeviceReserve | None = None
 
     @_answering
     def honed_attach(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Inspect the model runner.
 
         Returns:
-            graphs: `Captured`'s fields; dropped: (capabilities, reason) for each wanted capability that isn't possible here.
+            graphs: `Captured`'s fields; dropped: (capabilities, reason) for each wanted capability that isn't possible here;
+            gpu, reserve: see `DeviceReserve`.
         """
         dropped: list[tuple[tuple[str, ...], str]] = []
         runner = self.model_runner  # type: ignore[attr-defined]
         self._honed_errors = _Errors()
+        self._honed_reserve = DeviceReserve(self)
         self._honed_drafts = _verified_drafts(self, self._honed_errors)
         if "estimates" in settings["wanted"]:
             try:
@@ -156,10 +160,11 @@ class HonedWorkerExtension:
                 dropped.append((("estimates",), f"estimates are off: {error}"))
         try:
             if "swap" in settings["wanted"]:
-                self._honed_side = _WorkerSide(self, settings, self._honed_errors)
+                self._honed_side = _WorkerSide(self, settings, self._honed_errors, self._honed_reserve)
         except Exception as error:
             dropped.append((("capture", "swap"), f"capture and swap are off: {error}"))
-        return {"graphs": tuple(captured(runner)), "dropped": dropped}
+        reserve = self._honed_reserve
+        return {"graphs": tuple(captured(runner)), "dropped": dropped, "gpu": reserve.gpu, "reserve": reserve.num_bytes()}
 
     @_answering
     def honed_begin(self) -> None:
@@ -195,13 +200,16 @@ class HonedWorkerExtension:
 
     @_answering
     def honed_capture(self, share: float, drafter_version: str) -> dict[str, float]:
-        """Set the share of requests to capture; returns what was captured so far."""
+        """Set the share of requests to capture; returns what was captured so far, and what is reserved on the device."""
         side = self._honed_side
+        staged = side.swapper.most_staged_bytes if side is not None else 0
+        reserve = self._honed_reserve.num_bytes(staged) if self._honed_reserve is not None else 0
         if side is None or side.capturer is None:
-            return {}
+            return {"reserve": reserve}
         side.capturer.set_share(share, drafter_version)
         writer = side.capturer.writer
         return {
+            "reserve": reserve,
             "rows": writer.num_rows,
             "skipped": writer.num_skipped,
             "nonfinite": writer.num_nonfinite,

@@ -68,6 +68,7 @@ FAULTS = (
     "a fine-tuned target in a folder of its own",
     "a target in a folder that was moved",
     "a restart of vLLM while a training holds the GPU's memory",
+    "a training in memory that vLLM has planned for",
     "a full disk under the registry",
     "active weights damaged at rest",
     "an alias of a version that was removed",

@@ -68,6 +68,7 @@ DAEMON_MAY_TAKE_FROM_RECALIB = {
     "honed.recalib.config.trainer",
     "honed.recalib.config.training",
     "honed.recalib.config.drafter",
+    "honed.recalib.config.engine_gpus",
     "honed.recalib.config.memory",
     "honed.recalib.config.speculators",
     "honed.recalib.samples.ring_reader",

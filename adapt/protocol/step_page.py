@@ -1,16 +1,19 @@
-"""The page that an engine shares with the trainer: whether it has work, and its latest steps.
+"""The page that an engine shares with the trainer: whether it has work, its latest steps, and what it wants of its GPUs.
 
     offset 0     1 byte      whether the engine has work
     offset 8     8 bytes     when that was last raised, CLOCK_MONOTONIC in ns (the same in all processes)
     offset 64    256 rows    the latest steps, 36 bytes each; step n, counted from 1, is in row n % 256
+    offset 9280  64 rows     its GPUs, behind their number: UUID, and the bytes that must stay free there; then a checksum
 
-A row that is read while it is written fails its checksum.
+A row that is read while it is written fails its checksum, as do the GPUs until they are told. The GPUs stay when the engine
+ends: at its next start it will want their memory.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Mapping
 from typing import NamedTuple
 
 FLAG = struct.Struct("<?7xQ")
@@ -18,7 +21,10 @@ FLAG = struct.Struct("<?7xQ")
 ROWS_OFFSET, NUM_ROWS = 64, 256
 _ROW, _CHECKSUM = struct.Struct("<QQIIHHI"), struct.Struct("<I")
 ROW_BYTES = _ROW.size + _CHECKSUM.size
-NUM_BYTES = ROWS_OFFSET + NUM_ROWS * ROW_BYTES
+GPUS_OFFSET, MOST_GPUS = ROWS_OFFSET + NUM_ROWS * ROW_BYTES, 64
+_UUID_PARTS = (0, 8), (8, 12), (12, 16), (16, 20), (20, 32)
+_GPU, _NUM_GPUS = struct.Struct("<16sQ"), struct.Struct("<Q")
+NUM_BYTES = GPUS_OFFSET + _NUM_GPUS.size + MOST_GPUS * _GPU.size + _CHECKSUM.size
 _MOST_32, _MOST_16 = (1 << 32) - 1, (1 << 16) - 1
 
 
@@ -70,3 +76,22 @@ def rows_after(page: bytes, number: int) -> list[StepRow]:
     # The reader was more than a page behind.
     found = (unpack_row(page, offset_of(place)) for place in range(NUM_ROWS))
     return sorted(row for row in found if row is not None and row.number > number)
+
+
+def pack_gpus(reserves: Mapping[str, int]) -> bytes:
+    """Encode an engine's GPUs: UUID -> bytes that must stay free there. Of more than MOST_GPUS nothing is told."""
+    if len(reserves) > MOST_GPUS:
+        return b""
+    rows = b"".join(_GPU.pack(bytes.fromhex(gpu.replace("-", "")), reserve) for gpu, reserve in reserves.items())
+    packed = _NUM_GPUS.pack(len(reserves)) + rows.ljust(MOST_GPUS * _GPU.size, b"\0")
+    return packed + _CHECKSUM.pack(zlib.crc32(packed))
+
+
+def unpack_gpus(page: bytes) -> dict[str, int] | None:
+    """Decode them; None if they aren't told, or are being written."""
+    packed, checksum = page[GPUS_OFFSET : NUM_BYTES - _CHECKSUM.size], page[NUM_BYTES - _CHECKSUM.size : NUM_BYTES]
+    if len(checksum) < _CHECKSUM.size or _CHECKSUM.unpack(checksum)[0] != zlib.crc32(packed):
+        return None
+    count = min(*_NUM_GPUS.unpack_from(packed), MOST_GPUS)
+    rows = (_GPU.unpack_from(packed, _NUM_GPUS.size + i * _GPU.size) for i in range(count))
+    return {"-".join(gpu.hex()[a:b] for a, b in _UUID_PARTS): reserve for gpu, reserve in rows}

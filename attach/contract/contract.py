@@ -290,6 +290,8 @@ WORKERS: tuple[Clause, ...] = (
     Method("v1/worker/gpu_worker.py", "Worker", "sleep", ("level",)),
     Method("v1/worker/gpu_worker.py", "Worker", "wake_up", ("tags",)),
     *(Method(file, "GPUModelRunner", "get_model") for file in (_V1, _V2)),
+    # Memory that vLLM has planned for and not allocated (device_reserve.py).
+    Attributes("v1/worker/gpu_worker.py", "Worker", ("peak_activation_memory",)),
     # vLLM's own endpoints for new weights (engine_hook.py).
     *(Method("v1/engine/async_llm.py", "AsyncLLM", name, calls=("collective_rpc",)) for name in _WEIGHT_UPDATE),
     *(Method("v1/worker/gpu_worker.py", "Worker", name) for name in (*_WEIGHT_UPDATE, "reload_weights")),

@@ -226,6 +226,7 @@ class Attachment:
                 self._workers.drop_limit(NO_BUSY_FLAG)
                 self._publisher.reintroduce()
         is_more_known = self._workers.attach()
+        self._tell_gpus()
         if "trees" in self._workers.findings.capabilities and self._most_tokens < self._num_spec_tokens:
             self._most_tokens = self._num_spec_tokens
             self._verify_trees(True)
@@ -489,6 +490,11 @@ class Attachment:
             self._feed(policy, tables.model)
         idle_since_step = -1 if self._scheduler.has_unfinished_requests() else self._step
         self._workers.set_capture_share(policy.capture_share, self._drafter_version, idle_since_step)
+        self._tell_gpus()
+
+    def _tell_gpus(self) -> None:
+        if self._workers.reserves is not None:
+            self._busy.tell_gpus(self._workers.reserves)
 
     def _end_override(self) -> None:
         """Decide again once an operator's "off" has expired: the daemon that would have ended it may be gone."""

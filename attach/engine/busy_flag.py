@@ -1,4 +1,4 @@
-"""A small file that tells the trainer whether the engine has work, and about its latest steps; `step_page` has the layout.
+"""A small file that tells the trainer whether the engine has work, and about its steps and GPUs; `step_page` has the layout.
 
 The flag is a hint, not a lock: a trainer that reads a stale 0 runs one more unit of work. The time when it was raised lets the
 trainer report how long it took to yield, and the steps what its work costs them. The engine holds a lock (flock) on the file
@@ -16,9 +16,10 @@ import math
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-from honed.adapt.protocol.step_page import FLAG, NUM_BYTES, StepRow, offset_of, pack_row
+from honed.adapt.protocol.step_page import FLAG, GPUS_OFFSET, NUM_BYTES, StepRow, offset_of, pack_gpus, pack_row
 
 RETRY_S = 10.0
 """Time between two tries to make the file."""
@@ -48,6 +49,7 @@ class BusyFlag:
         self._raised_ns = self._num_steps = 0
         self._is_busy, self._is_telling = False, True
         self._retry_s = 0.0
+        self._gpus = b""
         self.problem = ""
         """Reason why there is no file; "": there is one."""
         self.make()
@@ -73,6 +75,7 @@ class BusyFlag:
             os.posix_fallocate(descriptor, 0, NUM_BYTES)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.pwrite(descriptor, FLAG.pack(self._is_busy, self._raised_ns), 0)
+            os.pwrite(descriptor, self._gpus, GPUS_OFFSET)
             temporary.rename(self._path)
         except OSError:
             os.close(descriptor)
@@ -88,6 +91,15 @@ class BusyFlag:
                 self._raised_ns = time.monotonic_ns()
             if self._descriptor >= 0:
                 os.pwrite(self._descriptor, FLAG.pack(is_busy, self._raised_ns), 0)
+
+    def tell_gpus(self, reserves: Mapping[str, int]) -> None:
+        """Tell which GPUs the engine uses, and the bytes that it will still want of each; free when nothing has changed."""
+        packed = pack_gpus(reserves)
+        if packed != self._gpus:
+            self._gpus = packed
+            if self._descriptor >= 0:
+                with contextlib.suppress(OSError):
+                    os.pwrite(self._descriptor, packed, GPUS_OFFSET)
 
     def note_step(self, end_ns: int, duration_us: int, tokens: int, requests: int, waiting: int, prefill_tokens: int) -> None:
         """Tell the trainer of a step; the arguments are those of `StepRow`. If it can't be written, none is told any more.

@@ -52,6 +52,10 @@ class WorkerLink:
         self.graphs = self._graphs_of_chains = Captured([], [], [])
         self.captured: dict[str, float] = {}
         """Rows, skipped and non-finite rows, requests with media, and errors of the capture, as of the last call."""
+        self._gpus: list[str] = []
+        """Each rank's GPU; "": unknown, or it has none."""
+        self.reserves: dict[str, int] | None = None
+        """Bytes that vLLM will still want of each GPU, as of the last call; None: not all of the GPUs are known."""
 
     @property
     def can_capture(self) -> bool:
@@ -118,6 +122,8 @@ class WorkerLink:
         try:
             answers: list[dict[str, Any]] = self.rpc("honed_attach", settings)
             self.graphs = Captured(*answers[0]["graphs"])
+            self._gpus = [answer.get("gpu", "") for answer in answers]
+            self._note_reserves(answers)
             for names, limit in dict.fromkeys((tuple(names), limit) for a in answers for names, limit in a["dropped"]):
                 self._drop(names, limit)
             if "swap" in self.findings.capabilities:
@@ -171,7 +177,23 @@ class WorkerLink:
         is_news = share != self._share or idle_since_step not in (-1, self._counted_step)
         if self.can_capture and is_news:
             self._share, self._counted_step = share, idle_since_step
-            self.captured = self.rpc("honed_capture", share, drafter_version)[0]
+            self._tell_share(drafter_version)
+
+    def _tell_share(self, drafter_version: str) -> None:
+        answers = self.rpc("honed_capture", self._share, drafter_version)
+        self.captured = answers[0]
+        self._note_reserves(answers)
+
+    def _note_reserves(self, answers: list[dict[str, Any]]) -> None:
+        """Add up what the ranks want; a rank without a GPU wants nothing."""
+        self.reserves = {}
+        for gpu, answer in zip(self._gpus, answers, strict=False):
+            reserve = int(answer.get("reserve", 0))
+            if reserve and not gpu:
+                self.reserves = None
+                return
+            if gpu:
+                self.reserves[gpu] = self.reserves.get(gpu, 0) + reserve
 
     def rest(self, is_asleep: bool) -> None:
         """vLLM falls asleep, or is awake again: nothing may be staged on the device meanwhile."""
@@ -181,7 +203,7 @@ class WorkerLink:
     def label(self, drafter_version: str) -> None:
         """Note the weights that samples come from now on; they weren't set by a swap."""
         if self.can_capture and self._share >= 0.0:
-            self.captured = self.rpc("honed_capture", self._share, drafter_version)[0]
+            self._tell_share(drafter_version)
 
     def note_new_target(self) -> None:
         """Note that the target's weights were updated in place: requests that run meanwhile are of both."""

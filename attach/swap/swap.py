@@ -21,6 +21,7 @@ import torch
 
 from honed.adapt.models.drafter_tensor_names import IGNORED, is_shared, name_of, names_of
 from honed.attach.swap.checkpoint_file import load_file
+from honed.attach.swap.device_reserve import DeviceReserve
 from honed.attach.swap.live_checksum import LiveChecksum
 from honed.attach.swap.shard import Shard, shard_of
 from honed.attach.swap.staging import Staging, num_bytes, use_device
@@ -36,12 +37,13 @@ class Swapper:
     Args:
         draft_model: vLLM's `DFlashQwen3ForCausalLM`, `Eagle3LlamaForCausalLM` or a like class.
         device: the weights' device.
+        reserve: what vLLM will still want of it; None: nothing is known.
     """
 
-    def __init__(self, draft_model: Any, device: torch.device) -> None:
+    def __init__(self, draft_model: Any, device: torch.device, reserve: DeviceReserve | None = None) -> None:
         self._model = draft_model
         self._device = device
-        self._staging = Staging(device)
+        self._staging = Staging(device, reserve)
         self._held: dict[str, dict[str, torch.Tensor]] = {}
         self._state = ""
         self._thread: threading.Thread | None = None
@@ -59,6 +61,11 @@ class Swapper:
             for name, part, shard in self._live():
                 self._shards[name], self._shapes[name] = shard, shard.whole_shape(part.shape)
                 self._dtypes[name] = part.dtype
+
+    @property
+    def most_staged_bytes(self) -> int:
+        """Most bytes that were staged on the device at once."""
+        return self._staging.most_bytes
 
     def row_bytes(self, feature_kind: str) -> int:
         """Bytes of a captured row's features, by the shape of what fuses them; 0: unknown."""

@@ -31,6 +31,7 @@ from honed.daemon.doctor.vllm_command import parse
 from honed.daemon.errors import SettingsError
 from honed.daemon.settings.settings import Settings, load
 from honed.recalib.config.drafter import DrafterConfig
+from honed.recalib.config.engine_gpus import engine_gpus
 from honed.recalib.registry.durable import read_document
 from honed.recalib.registry.manifest import RegistryError, read_manifest
 from honed.recalib.registry.vocabulary import VocabularyTensors, vocabulary_tensors
@@ -195,9 +196,10 @@ def _memory(settings: Settings, status: dict[str, Any] | None, command: Sequence
     needed, is_gpu = need(device), device.startswith("cuda")
     if is_gpu:
         listing, is_auto = doctor_memory.gpu_listing(), trainer.device == "auto"
+        engines = engine_gpus(settings.paths.runtime_dir / "engines")
         device = doctor_memory.roomiest(listing) if is_auto else device
-        yield from doctor_memory.check_gpu(listing, device, needed, is_auto=is_auto)
-        if is_auto and not doctor_memory.may_fit(listing, device, needed):
+        yield from doctor_memory.check_gpu(listing, device, needed, is_auto=is_auto, engines=engines)
+        if is_auto and not doctor_memory.may_fit(listing, device, needed, engines):
             needed, is_gpu = need("cpu"), False
     try:
         meminfo = doctor_memory.MEMINFO.read_text()

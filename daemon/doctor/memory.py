@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from honed.daemon.doctor.check import Check, Level
 from honed.recalib.config.drafter import DrafterConfig
+from honed.recalib.config.engine_gpus import EngineGpus, reserve_on
 from honed.recalib.config.memory import MemoryEstimate, estimate_and_cures, in_words, usable_bytes, value_bytes
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.config.training import Scope
 from honed.recalib.registry.vocabulary import VocabularyTensors
 
 MEMINFO = Path("/proc/meminfo")
-SMI = ("nvidia-smi", "--query-gpu=index,memory.total,memory.free", "--format=csv,noheader,nounits")
+SMI = ("nvidia-smi", "--query-gpu=index,memory.total,memory.free,uuid", "--format=csv,noheader,nounits")
 CONTEXT_BYTES = 1 << 29
 """Subtracted from free memory: PyTorch, its libraries and its CUDA context."""
 STATES_WITH_MEMORY = ("training", "waiting", "gating")
@@ -106,35 +107,39 @@ def need(
 
 def roomiest(listing: str | None) -> str:
     """The GPU that the trainer takes by itself: the one with most free memory."""
-    free = {index: free for index, (_, free) in _memories(listing or "").items()}
+    free = {index: gpu.free for index, gpu in _gpus(listing or "").items()}
     return f"cuda:{max(free, key=lambda index: free[index])}" if free else "cuda"
 
 
-def may_fit(listing: str | None, device: str, needed: Need) -> bool:
+def may_fit(listing: str | None, device: str, needed: Need, engines: Sequence[EngineGpus] = ()) -> bool:
     """Tell whether a training fits on a GPU, as far as the listing says."""
-    found = _memory_of(listing, device)
-    return not _is_limited(needed) and (found is None or needed.total_bytes <= _usable(found[1]))
+    found = _gpu_of(listing, device)
+    return not _is_limited(needed) and (found is None or needed.total_bytes <= found.usable(engines))
 
 
-def check_gpu(listing: str | None, device: str, needed: Need, *, is_auto: bool = False) -> Iterator[Check]:
+def check_gpu(
+    listing: str | None, device: str, needed: Need, *, is_auto: bool = False, engines: Sequence[EngineGpus] = ()
+) -> Iterator[Check]:
     """Check that the trainer's device has enough free memory.
 
     Args:
         listing: output of `SMI`; None if it couldn't be run.
         device: "cuda" or "cuda:N"
         is_auto: the trainer takes the CPU where it hasn't.
+        engines: those on this machine.
     """
     if listing is None:
         yield Check("GPU memory", "unknown", "nvidia-smi can't be run", "Install the driver's tools for this check.")
         return
-    index, found = _index_of(device), _memory_of(listing, device)
+    index, found = _index_of(device), _gpu_of(listing, device)
     if found is None:
-        text = f"trainer.device is {device}, the machine's GPUs are {', '.join(map(str, _memories(listing))) or 'none'}"
+        text = f"trainer.device is {device}, the machine's GPUs are {', '.join(map(str, _gpus(listing))) or 'none'}"
         yield Check("GPU memory", "error", text, "Set trainer.device to one of them, or to cpu.")
         return
-    total, free = found
-    usable = _usable(free)
-    text = f"{in_words(free)} of {in_words(total)} are free on GPU {index}, {in_words(usable)} of it for training; {needed}"
+    total, usable, reserve = found.total, found.usable(engines), reserve_on(found.uuid, engines)
+    left = f"{in_words(usable)} of it for training"
+    left += f" (engines will still want {in_words(reserve)})" if reserve else ""
+    text = f"{in_words(found.free)} of {in_words(total)} are free on GPU {index}, {left}; {needed}"
     if needed.total_bytes > usable:
         share = (needed.total_bytes - usable) / usable_bytes(total)
         cure = f"Lower vLLM's --gpu-memory-utilization by {share + 0.005:.2f} and restart it"
@@ -186,8 +191,8 @@ def _is_limited(needed: Need) -> bool:
     return 0 < needed.limit_bytes < needed.total_bytes
 
 
-def _usable(free: int) -> int:
-    return usable_bytes(max(0, free - CONTEXT_BYTES))
+def _usable(free: int, reserve: int = 0) -> int:
+    return usable_bytes(max(0, free - CONTEXT_BYTES), reserve=reserve)
 
 
 def gpu_listing() -> str | None:
@@ -203,12 +208,24 @@ def _index_of(device: str) -> int:
     return int(device.partition(":")[2] or 0)
 
 
-def _memory_of(listing: str | None, device: str) -> tuple[int, int] | None:
-    return None if listing is None else _memories(listing).get(_index_of(device))
+@dataclass(frozen=True, slots=True)
+class _Gpu:
+    """A row of the listing; sizes in bytes."""
+
+    total: int
+    free: int
+    uuid: str = ""
+
+    def usable(self, engines: Sequence[EngineGpus]) -> int:
+        """Bytes that a training may take."""
+        return _usable(self.free, reserve_on(self.uuid, engines))
 
 
-def _memories(listing: str) -> dict[int, tuple[int, int]]:
-    """Bytes of each GPU, and free ones."""
+def _gpu_of(listing: str | None, device: str) -> _Gpu | None:
+    return None if listing is None else _gpus(listing).get(_index_of(device))
+
+
+def _gpus(listing: str) -> dict[int, _Gpu]:
     rows = ([field.strip() for field in line.split(",")] for line in listing.splitlines())
-    whole = (row for row in rows if len(row) == 3 and all(field.isdecimal() for field in row))
-    return {int(index): (int(total) << 20, int(free) << 20) for index, total, free in whole}
+    whole = (row for row in rows if len(row) == 4 and all(field.isdecimal() for field in row[:3]))
+    return {int(i): _Gpu(int(all_) << 20, int(free) << 20, uuid.removeprefix("GPU-").lower()) for i, all_, free, uuid in whole}

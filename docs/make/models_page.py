@@ -41,7 +41,8 @@ MEMORY = """
 ## Memory of a training
 
 The trainer's own estimate, with default settings, in GiB. A training takes at most nine tenths of the memory that is free, so
-a ninth more than this has to be free. `honed doctor` gives the estimate for your drafter. Samples come on top
+a ninth more than this has to be free. Where engines will still want more than a tenth, that has to be free as well.
+`honed doctor` gives the estimate for your drafter. Samples come on top
 (`trainer.sample_bytes`). On a GPU the engine's memory comes on top as well.
 
 | drafter | CPU, `kv-frozen` | CPU, `full` | GPU, `kv-frozen` | GPU, `full` |

@@ -29,7 +29,7 @@ from honed.recalib.config.training import Precision, TrainingSettings
 FLOAT = 4
 GIB = 2**30
 RESERVE_SHARE = 0.1
-"""Share of free memory left to others: allocators round up, and the engine's use varies."""
+"""Least share of free memory left to others: allocators round up, and the engine's use varies."""
 
 
 class MemoryBudgetError(ValueError):
@@ -124,9 +124,13 @@ def estimate_and_cures(
     return needed, cures
 
 
-def usable_bytes(free: int, limit_bytes: int = 0) -> int:
-    """Return what a training may take: nine tenths of the free memory, or the limit if that is lower."""
-    usable = int(free * (1.0 - RESERVE_SHARE))
+def usable_bytes(free: int, limit_bytes: int = 0, reserve: int = 0) -> int:
+    """Return what a training may take: nine tenths of the free memory, or the limit if that is lower.
+
+    Args:
+        reserve: bytes of the free memory that engines will still want. They are left, where they are more than a tenth.
+    """
+    usable = max(min(int(free * (1.0 - RESERVE_SHARE)), free - reserve), 0)
     return min(limit_bytes, usable) if limit_bytes else usable
 
 

@@ -102,7 +102,8 @@ class TrainerSettings(SampleSettings):
     mask_schedule: MaskSchedule = "cosine"
     """Schedule of how many tokens stay masked after each pass."""
     memory_bytes: int = 0
-    """Most memory that a training may take on its device; 0: nine tenths of what is free when it begins."""
+    """Most memory that a training may take on its device; 0: nine tenths of what is free when it begins, and never what engines
+    will still want."""
     save_state_s: float = 60.0
     """Training time between two saves of its state, from which it resumes after its process was killed; 0: never."""
     seed: int = 0

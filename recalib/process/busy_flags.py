@@ -6,8 +6,6 @@ left at 1 by a dead engine is recognised by the file's lock, which a living engi
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import fnmatch
 import math
 import os
@@ -17,6 +15,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from honed.adapt.protocol.step_page import FLAG, NUM_BYTES, StepRow, rows_after
+from honed.recalib.config.engine_gpus import is_held
 
 
 class BusyFlagReader:
@@ -33,7 +32,7 @@ class BusyFlagReader:
         try:
             self._open()
             is_busy, self._raised_ns = FLAG.unpack(os.pread(self._descriptor, FLAG.size, 0))
-            return is_busy and self._is_held()
+            return is_busy and is_held(self._descriptor)
         except (OSError, struct.error):  # not there, a link, too short, or not ours to read
             self.close()
             return False
@@ -42,7 +41,7 @@ class BusyFlagReader:
         """Return whether the engine that made the file is alive, busy or not."""
         try:
             self._open()
-            return self._is_held()
+            return is_held(self._descriptor)
         except OSError:
             self.close()
             return False
@@ -80,16 +79,6 @@ class BusyFlagReader:
             self.close()
             self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
             self._identity = (status.st_dev, status.st_ino)
-
-    def _is_held(self) -> bool:
-        """Return whether the engine that made the file is alive."""
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        return False
 
 
 class BusyFlags:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import structlog
@@ -22,6 +22,7 @@ import torch
 
 from honed.adapt.protocol import wire
 from honed.adapt.protocol.fields import MAX_TEXT_CHARS
+from honed.recalib.config.engine_gpus import EngineGpus
 from honed.recalib.config.memory import MemoryBudgetError, in_words
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.drafter.checkpoint import CheckpointError, save_drafter
@@ -48,6 +49,7 @@ class Recalibration:
     Args:
         monotonic: for deadlines; stands still while training is paused.
         working_s: clock that stands still while a unit is held up; default: `monotonic`.
+        engines: () -> the engines on this machine.
     """
 
     def __init__(
@@ -60,12 +62,14 @@ class Recalibration:
         monotonic: Callable[[], float] = time.monotonic,
         state_dir: Path | None = None,
         working_s: Callable[[], float] | None = None,
+        engines: Callable[[], Sequence[EngineGpus]] = tuple,
     ) -> None:
         self.request = request
         self.progress = Progress(max_steps=request.max_steps or settings.max_steps)
         self.result: wire.TrainResult | None = None
         self._settings, self._gate, self._registry, self._feed = settings, gate, registry, feed
         self._monotonic, self._working_s, self._state_dir = monotonic, working_s or monotonic, state_dir
+        self._engines = engines
         self._began_s = monotonic()
         self._run: TrainingRun | None = None
         self._units = self._work()
@@ -150,6 +154,7 @@ class Recalibration:
             self._working_s,
             self._state_dir,
             lambda: self._waited_s,
+            self._engines,
         )
         request, why_unusable = self.request, self._why_unusable(parent, run.vocab_size)
         samples = Selection(self._feed.store, lambda one: not why_unusable(one), request.workloads, request.since_s)

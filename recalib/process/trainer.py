@@ -15,6 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -23,6 +24,7 @@ import structlog
 import torch
 
 from honed.adapt.protocol import wire
+from honed.recalib.config.engine_gpus import engine_gpus
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.gate.gate import GateSettings
 from honed.recalib.process.busy_flags import Preemptions
@@ -143,6 +145,7 @@ class Trainer:
             self._unpaused_s,
             self._state_dir,
             self._yielding.working_s,
+            partial(engine_gpus, self._traffic.engines_dir),
         )
         log.info("operation begins", operation_id=request.operation_id, workloads=request.workloads)
 

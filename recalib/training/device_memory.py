@@ -8,6 +8,7 @@ import subprocess
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
+from uuid import UUID
 
 import torch
 
@@ -78,13 +79,21 @@ def use(device: torch.device) -> torch.device:
     return device
 
 
-def available_bytes(device: torch.device, limit_bytes: int = 0) -> int:
-    """Return what a training may take: nine tenths of the free memory, or the limit if that is lower."""
+def available_bytes(device: torch.device, limit_bytes: int = 0, reserve: int = 0) -> int:
+    """Return what a training may take, see `usable_bytes`."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
     else:
         free = min(_free_in_machine(Path("/proc/meminfo")), _free_in_cgroup(Path("/sys/fs/cgroup")))
-    return usable_bytes(free, limit_bytes)
+    return usable_bytes(free, limit_bytes, reserve)
+
+
+def uuid_of(device: torch.device) -> str:
+    """A GPU's UUID, as engines tell it; "" where it isn't known."""
+    try:
+        return str(UUID(str(torch.cuda.get_device_properties(device).uuid)))
+    except (AttributeError, ValueError, RuntimeError):
+        return ""
 
 
 def hold_to(device: torch.device, num_bytes: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import torch
 
 from honed.adapt.protocol import wire
 from honed.adapt.protocol.wire import GateFigures
+from honed.recalib.config.engine_gpus import EngineGpus, reserve_on
 from honed.recalib.config.memory import MemoryBudgetError, check_fits, estimate_and_cures, in_words
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.drafter.checkpoint import (
@@ -35,7 +36,7 @@ from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.samples.selection import Selection
 from honed.recalib.samples.stretch import Stretch
 from honed.recalib.samples.traffic import Feed, JointFeed
-from honed.recalib.training.device_memory import available_bytes, check_gpu, devices_of, hold_to, use
+from honed.recalib.training.device_memory import available_bytes, check_gpu, devices_of, hold_to, use, uuid_of
 from honed.recalib.training.micro_step import MicroTrainer, StepFigures
 from honed.recalib.training.mixture import MUST_GAIN_SHARE, WorkloadMix
 from honed.recalib.training.pace import Pace
@@ -69,6 +70,7 @@ class TrainingRun:
         working_s: clock that training is timed with.
         waited_s: () -> seconds that the operation has spent outside training.
         state_dir: folder of the saved state; None: a killed training restarts from the beginning.
+        engines: () -> the engines on this machine.
     """
 
     def __init__(
@@ -81,9 +83,11 @@ class TrainingRun:
         working_s: Callable[[], float],
         state_dir: Path | None,
         waited_s: Callable[[], float] = lambda: 0.0,
+        engines: Callable[[], Sequence[EngineGpus]] = tuple,
     ) -> None:
         self._request, self._settings, self._parent_dir, self._feed = request, settings, parent_dir, feed
         self._progress, self._working_s, self._waited_s = progress, working_s, waited_s
+        self._engines = engines
         self._waited_then_s = 0.0
         """What it had spent so when the training began."""
         self._devices = devices_of(settings.device)
@@ -163,10 +167,12 @@ class TrainingRun:
             shared_bytes=self._shared_dtype.itemsize,
             compute_bytes=dtype.itemsize,
         )
-        available = available_bytes(self._device, self._settings.memory_bytes)
+        reserve = reserve_on(uuid_of(self._device), self._engines()) if self._device.type == "cuda" else 0
+        available = available_bytes(self._device, self._settings.memory_bytes, reserve)
         self._progress.memory_bytes = needed.total_bytes
         log.info("training takes", memory=str(needed), available=in_words(available), device=str(self._device))
-        check_fits(needed, available, str(self._device), cures)
+        where = f"{self._device}, where engines will still want {in_words(reserve)}," if reserve else str(self._device)
+        check_fits(needed, available, where, cures)
         hold_to(self._device, min(available, int(ALLOWED * needed.total_bytes)))
 
     def load_head(self) -> None:

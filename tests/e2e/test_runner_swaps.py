@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from honed.adapt.protocol import wire
+from honed.recalib.config.engine_gpus import engine_gpus
 from honed.recalib.registry.weights_digest import weights_digests
 from tests.e2e.engine import ARE_DRAFTS_KNOWN, DRAFTER, IS_SLOW, TestEngine, engine, held_out
 from tests.e2e.logged import check_tokens, counted, keys_of, rounds, set_policy, take_batches
@@ -17,6 +18,15 @@ from tests.e2e.swapping import Drafts, perturbed_drafter, renamed_drafter, swap,
 pytestmark = [pytest.mark.e2e, pytest.mark.runners]
 MAX_TOKENS = 16 if IS_SLOW else 48
 PROMPTS = held_out(2, 60) if IS_SLOW else held_out(6, 300)
+
+
+def test_an_engine_tells_what_it_will_still_want_of_its_gpus(attached: TestEngine) -> None:
+    """A CPU build has none. Where there is one, the peak of vLLM's activations is in it."""
+    attached.honed.before_schedule()
+    (found,) = engine_gpus(attached.honed._settings.busy_path.parent.parent)
+    assert found.is_alive
+    assert found.reserves is not None
+    assert [reserve >= 1 << 30 for reserve in found.reserves.values()] == [True] * torch.cuda.is_available()
 
 
 @pytest.mark.parametrize("damage", ["missing_file", "truncated", "wrong_sum", "wrong_shape", "missing_tensor", "not_finite"])

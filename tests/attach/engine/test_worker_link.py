@@ -189,3 +189,31 @@ def test_trees_that_one_rank_refuses_leave_the_graphs_to_chains(monkeypatch: pyt
     assert made.attach()
     assert made.findings.limits == ("trees are off: the target has recurrent layers",)
     assert made.graphs == Captured([16, 32], [15], [])
+
+
+A, B = "6d9c4b9e-8f6b-4f0e-9a53-0d1e2f3a4b5c", "00000000-8f6b-4f0e-9a53-0d1e2f3a4b5c"
+
+
+def rank(gpu: str, reserve: int) -> dict[str, Any]:
+    return {"graphs": ([], [], []), "dropped": [], "gpu": gpu, "reserve": reserve}
+
+
+def test_what_is_reserved_on_each_gpu_is_known_and_kept_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(rank(A, 5), rank(B, 7), rank(B, 1))
+    made = link(engine, monkeypatch, "capture", "swap")
+    assert made.reserves is None
+    made.attach()
+    assert made.reserves == {A: 5, B: 8}
+    engine.of_method["honed_capture"] = [{"rows": 3, "reserve": 2}, {"reserve": 0}, {"reserve": 1}]
+    made.set_capture_share(0.5, "v1", -1)
+    assert made.reserves == {A: 2, B: 1}
+    assert made.captured["rows"] == 3
+
+
+@pytest.mark.parametrize(("answers", "known"), [([rank("", 0)], {}), ([rank(A, 5), rank("", 5)], None)])
+def test_a_cpu_has_no_gpus_and_unknown_ones_are_not_taken_for_none(
+    monkeypatch: pytest.MonkeyPatch, answers: list[dict[str, Any]], known: dict[str, int] | None
+) -> None:
+    made = link(Engine(*answers), monkeypatch, "capture", "swap")
+    made.attach()
+    assert made.reserves == known

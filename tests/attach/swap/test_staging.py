@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,23 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA de
 )
 def test_as_much_as_leaves_the_reserve(free: int, wanted: int, most: int, is_there: bool) -> None:
     assert has_room(free, wanted, most) == is_there
+
+
+def test_what_vllm_will_still_want_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sizes its KV cache so that its largest batch's activations fit, and allocates them when that batch comes."""
+    assert not has_room(5 * GIB, 2 * GIB, 0, 4 * GIB)
+    assert has_room(6 * GIB, 2 * GIB, 0, 4 * GIB)
+    assert not has_room(2 * GIB, 2 * GIB, 0, 0)
+    free = [6 * GIB]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 80 * GIB))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    reserve = SimpleNamespace(num_bytes=lambda staged: 6 * GIB - 8192)
+    there = Staging(torch.device("cpu"), reserve)  # type: ignore[arg-type]
+    monkeypatch.setattr(there, "_stream", object())
+    monkeypatch.setattr(there, "_move", lambda tensors: {})
+    small, large = {"w": torch.empty(1024)}, {"w": torch.empty(4096)}
+    assert there.bring(small) == {}
+    assert there.bring(large) == large
 
 
 def test_on_a_cpu_they_stay_where_they_are() -> None:

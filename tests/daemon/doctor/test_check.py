@@ -21,6 +21,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from honed.adapt.protocol import wire
+from honed.attach.engine.busy_flag import BusyFlag
 from honed.daemon.commands import doctor as doctor_command
 from honed.daemon.commands.main import app
 from honed.daemon.doctor import daemon as doctor_daemon
@@ -33,6 +34,7 @@ from honed.daemon.settings.sections import HttpSettings
 from honed.daemon.settings.settings import load
 from honed.daemon.store import database
 from honed.recalib.config.drafter import DrafterConfig
+from honed.recalib.config.engine_gpus import EngineGpus
 from honed.recalib.config.memory import MemoryEstimate
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.config.training import Precision, Scope
@@ -151,7 +153,8 @@ def test_a_trainer_on_cuda_needs_a_compiler_and_headers(tmp_path: Path, monkeypa
 
 # --- memory -----------------------------------------------------------------------------------------------------------------
 
-SMI = "0, 143771, 20000\n1, 143771, 100\n"
+GPUS = "6d9c4b9e-8f6b-4f0e-9a53-0d1e2f3a4b5c", "00000000-8f6b-4f0e-9a53-0d1e2f3a4b5c"
+SMI = f"0, 143771, 20000, GPU-{GPUS[0]}\n1, 143771, 100, GPU-{GPUS[1]}\n"
 
 
 def need(num_bytes: int, **changes: Any) -> doctor_memory.Need:
@@ -258,7 +261,7 @@ def test_of_auto_it_says_where_a_training_fits(
 ) -> None:
     settings = load(None, {"paths": {"state_dir": tmp_path, "runtime_dir": tmp_path}}, {})
     monkeypatch.setattr(doctor_host, "DRIVER", str(tmp_path))
-    monkeypatch.setattr(doctor_memory, "gpu_listing", lambda: f"0, 143771, {free_mib}\n")
+    monkeypatch.setattr(doctor_memory, "gpu_listing", lambda: f"0, 143771, {free_mib}, GPU-{GPUS[0]}\n")
     on_gpu, on_host = diagnose._memory(settings, None)
     assert (on_gpu.subject, on_gpu.level) == ("GPU memory", "ok")
     assert says in on_gpu.text
@@ -269,7 +272,7 @@ def test_of_auto_it_says_where_a_training_fits(
 
 def test_of_several_gpus_it_names_the_one_that_auto_takes() -> None:
     assert doctor_memory.roomiest(SMI) == "cuda:0"
-    assert doctor_memory.roomiest("0, 143771, 100\n1, 143771, 20000\n") == "cuda:1"
+    assert doctor_memory.roomiest("0, 143771, 100, GPU-a\n1, 143771, 20000, GPU-b\n") == "cuda:1"
     assert doctor_memory.roomiest(None) == "cuda"
 
 
@@ -287,6 +290,25 @@ def test_a_tenth_of_what_is_free_is_left_to_others() -> None:
     assert only(doctor_memory.check_gpu(SMI, "cuda", need(17 * GIB))).level == "ok"
     found = only(doctor_memory.check_gpu(SMI, "cuda", need(19 * GIB)))  # of 19.5
     assert (found.level, found.cure.partition("; or ")[2]) == ("error", "trainer.seed = 1 makes it fit.")
+
+
+def test_what_engines_will_still_want_is_left_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM allocates its largest batch's activations when that batch comes."""
+    engines = [EngineGpus("e", True, {GPUS[0]: 8 * GIB})]
+    assert only(doctor_memory.check_gpu(SMI, "cuda", need(10 * GIB), engines=engines)).level == "ok"
+    found = only(doctor_memory.check_gpu(SMI, "cuda", need(12 * GIB), engines=engines))  # of 19.5
+    assert (found.level, "11.0 GiB of it for training (engines will still want 8.0 GiB)" in found.text) == ("error", True)
+    assert not doctor_memory.may_fit(SMI, "cuda", need(12 * GIB), engines)
+    assert doctor_memory.may_fit(SMI, "cuda", need(12 * GIB), [EngineGpus("e", True, {GPUS[1]: 8 * GIB})])
+    settings = load(None, {"paths": {"state_dir": tmp_path, "runtime_dir": tmp_path}}, {})
+    monkeypatch.setattr(doctor_host, "DRIVER", str(tmp_path))
+    monkeypatch.setattr(doctor_memory, "gpu_listing", lambda: f"0, 143771, 100000, GPU-{GPUS[0]}\n")
+    page = BusyFlag(tmp_path / "engines" / "e" / "busy")
+    page.tell_gpus({GPUS[0]: 90 * GIB})
+    text = next(c.text for c in diagnose._memory(settings, None) if c.subject == "GPU memory")
+    page.close()
+    assert "engines will still want 90.0 GiB" in text
+    assert "it trains on the CPU" in text
 
 
 def test_a_limit_that_is_too_low_for_training() -> None:

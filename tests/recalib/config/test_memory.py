@@ -14,12 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from honed.recalib.config.drafter import Convolution, Eagle3, Experts, Markov, Mtp, Selector
 from honed.recalib.config.memory import (
+    GIB,
     MemoryBudgetError,
     check_fits,
     count_parameters,
     estimate,
     estimate_and_cures,
     state_bytes,
+    usable_bytes,
     version_bytes,
 )
 from honed.recalib.drafter.checkpoint import kind_of, load_drafter, load_target_head, save_drafter
@@ -310,3 +312,11 @@ def test_what_does_not_fit_is_refused_with_cause_and_cure() -> None:
         check_fits(needed, smaller, "cpu", cures)
     with pytest.raises(MemoryBudgetError, match="a device with more memory"):
         check_fits(needed, 1 << 20, "cpu", cures)
+
+
+def test_nine_tenths_are_usable_but_for_what_engines_will_still_want() -> None:
+    assert usable_bytes(100 * GIB) == 90 * GIB
+    assert usable_bytes(100 * GIB, reserve=10 * GIB) == 90 * GIB
+    assert usable_bytes(100 * GIB, reserve=30 * GIB) == 70 * GIB
+    assert usable_bytes(100 * GIB, limit_bytes=50 * GIB, reserve=30 * GIB) == 50 * GIB
+    assert usable_bytes(100 * GIB, limit_bytes=50 * GIB, reserve=200 * GIB) == 0

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from honed.adapt.protocol import wire
+from honed.recalib.config.engine_gpus import EngineGpus
 from honed.recalib.config.memory import MemoryBudgetError
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.training import device_memory, training_run
@@ -55,6 +56,27 @@ def test_a_cpus_free_memory_is_known_and_has_no_limit() -> None:
     give_back()
 
 
+OURS, OTHER = "6d9c4b9e-8f6b-4f0e-9a53-0d1e2f3a4b5c", "00000000-8f6b-4f0e-9a53-0d1e2f3a4b5c"
+
+
+@pytest.mark.fault("a training in memory that vLLM has planned for")
+@pytest.mark.parametrize(("gpu", "fits"), [(OURS, False), (OTHER, True)])
+def test_what_engines_will_still_want_is_left_to_them(
+    gpus: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch, gpu: str, fits: bool
+) -> None:
+    """Else vLLM is out of memory at its next large batch, and ends."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=OURS))
+    settings = TrainerSettings(device="cuda:1", precision="float32")
+    request = wire.TrainRequest("o", str(TINY / "target"), "v0", scope="kv-frozen")
+    feed: Any = SimpleNamespace(is_fused=True)
+    engines = [EngineGpus("e", True, {gpu: 60 * GIB - 1})]
+    run = training_run.TrainingRun(
+        request, settings, TINY / "drafter", feed, Progress(), lambda: 0.0, None, engines=lambda: engines
+    )
+    with contextlib.nullcontext() if fits else pytest.raises(MemoryBudgetError, match=r"want 60\.0 GiB, has 1 MiB for it"):
+        run.check_memory()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_allocations_end_at_the_limit() -> None:
@@ -73,7 +95,7 @@ def test_auto_goes_to_the_next_device_where_it_does_not_fit(monkeypatch: pytest.
     devices, free = [torch.device("cpu", 0), torch.device("cpu")], [0, 2**40]
     monkeypatch.setattr(training_run, "devices_of", lambda name: devices)
     monkeypatch.setattr(training_run, "check_gpu", lambda device: None)
-    monkeypatch.setattr(training_run, "available_bytes", lambda device, limit: free[devices.index(device)])
+    monkeypatch.setattr(training_run, "available_bytes", lambda device, limit, reserve: free[devices.index(device)])
     request = wire.TrainRequest("o", str(TINY / "target"), "v0", scope="kv-frozen")
     feed: Any = SimpleNamespace(is_fused=True)
     run = training_run.TrainingRun(request, TrainerSettings(), TINY / "drafter", feed, Progress(), lambda: 0.0, None)

@@ -1,0 +1,65 @@
+"""The trainer and `honed doctor` know the GPUs of the engines on this machine, and what these will still want there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from honed.attach.engine.busy_flag import BusyFlag
+from honed.recalib.config.engine_gpus import EngineGpus, engine_gpus, reserve_on
+
+GIB = 1 << 30
+A, B = "6d9c4b9e-8f6b-4f0e-9a53-0d1e2f3a4b5c", "00000000-8f6b-4f0e-9a53-0d1e2f3a4b5c"
+
+
+def test_what_an_engine_tells_is_read_whether_it_lives_or_not(tmp_path: Path) -> None:
+    engine = BusyFlag(tmp_path / "chat-0" / "busy")
+    assert engine_gpus(tmp_path) == [EngineGpus("chat-0", True, None)]
+    engine.tell_gpus({A: 4 * GIB, B: GIB})
+    assert engine_gpus(tmp_path) == [EngineGpus("chat-0", True, {A: 4 * GIB, B: GIB})]
+    engine.tell_gpus({A: 2 * GIB})
+    engine.set(True)
+    engine.close()
+    assert engine_gpus(tmp_path) == [EngineGpus("chat-0", False, {A: 2 * GIB})]
+    again = BusyFlag(tmp_path / "chat-0" / "busy")
+    assert engine_gpus(tmp_path) == [EngineGpus("chat-0", True, None)]
+    again.close()
+
+
+def test_an_engine_that_gets_its_page_late_tells_its_gpus_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "chat-0").touch()  # in the folder's way
+    engine = BusyFlag(tmp_path / "chat-0" / "busy")
+    engine.tell_gpus({A: GIB})
+    assert (engine.problem != "", engine_gpus(tmp_path)) == (True, [])
+    (tmp_path / "chat-0").unlink()
+    monkeypatch.setattr(engine, "_retry_s", 0.0)
+    engine.make()
+    assert engine_gpus(tmp_path) == [EngineGpus("chat-0", True, {A: GIB})]
+    engine.close()
+
+
+def test_what_is_no_page_is_left_out(tmp_path: Path) -> None:
+    BusyFlag(tmp_path / "elsewhere").close()
+    for name in ("link", "folder", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link" / "busy").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "folder" / "busy").mkdir()
+    os.close(os.open(tmp_path / "empty" / "busy", os.O_CREAT))
+    assert engine_gpus(tmp_path) == [EngineGpus("empty", False, None)]
+    assert engine_gpus(tmp_path / "none") == []
+
+
+def test_the_reserves_of_all_living_engines_on_a_gpu_add_up() -> None:
+    engines = [
+        EngineGpus("a", True, {A: 4 * GIB, B: GIB}),
+        EngineGpus("b", True, {A: 2 * GIB}),
+        EngineGpus("down", False, {A: 8 * GIB}),
+        EngineGpus("cpu", True, {}),
+        EngineGpus("old", True, None),
+    ]
+    assert reserve_on(A, engines) == 6 * GIB
+    assert reserve_on(B, engines) == GIB
+    assert reserve_on("other", engines) == 0
+    assert reserve_on("", engines) == 6 * GIB, "it may be any of them"
