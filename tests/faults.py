@@ -69,6 +69,7 @@ FAULTS = (
     "a target in a folder that was moved",
     "a restart of vLLM while a training holds the GPU's memory",
     "a training in memory that vLLM has planned for",
+    "a training on the GPU of an engine that is down",
     "a full disk under the registry",
     "active weights damaged at rest",
     "an alias of a version that was removed",

@@ -541,6 +541,8 @@ class TrainerStatus(_Message, frozen=True):
     """Why nothing may run beside requests now; empty if it may."""
     device: Name = ""
     """Device of the operation's work; empty before it needs one."""
+    device_reason: Text = ""
+    """Why the operation isn't on the device that `trainer.device` prefers; empty if it is."""
 
 
 class TrainResult(_Message, frozen=True):

@@ -121,6 +121,8 @@ class TrainerView(BaseModel):
     """What made beside_duty fall: "mean" or "p99" of the steps' times; empty if it has grown since."""
     beside_pause: str
     """Why nothing may run beside requests now; empty if it may."""
+    device_reason: str
+    """Why the operation isn't on the device that trainer.device prefers; empty if it is."""
 
 
 class OperationView(BaseModel):

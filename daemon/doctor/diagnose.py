@@ -196,8 +196,8 @@ def _memory(settings: Settings, status: dict[str, Any] | None, command: Sequence
     needed, is_gpu = need(device), device.startswith("cuda")
     if is_gpu:
         listing, is_auto = doctor_memory.gpu_listing(), trainer.device == "auto"
-        engines = engine_gpus(settings.paths.runtime_dir / "engines")
-        device = doctor_memory.roomiest(listing) if is_auto else device
+        engines = engine_gpus(settings.paths.runtime_dir / "engines", trainer.yields_to)
+        device = doctor_memory.roomiest(listing, engines) if is_auto else device
         yield from doctor_memory.check_gpu(listing, device, needed, is_auto=is_auto, engines=engines)
         if is_auto and not doctor_memory.may_fit(listing, device, needed, engines):
             needed, is_gpu = need("cpu"), False

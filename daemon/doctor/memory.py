@@ -13,7 +13,7 @@ from pathlib import Path
 
 from honed.daemon.doctor.check import Check, Level
 from honed.recalib.config.drafter import DrafterConfig
-from honed.recalib.config.engine_gpus import EngineGpus, reserve_on
+from honed.recalib.config.engine_gpus import EngineGpus, owner_of, reserve_on
 from honed.recalib.config.memory import MemoryEstimate, estimate_and_cures, in_words, usable_bytes, value_bytes
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.config.training import Scope
@@ -105,16 +105,18 @@ def need(
     return Need(estimate, cures, settings.memory_bytes, guess)
 
 
-def roomiest(listing: str | None) -> str:
-    """The GPU that the trainer takes by itself: the one with most free memory."""
-    free = {index: gpu.free for index, gpu in _gpus(listing or "").items()}
-    return f"cuda:{max(free, key=lambda index: free[index])}" if free else "cuda"
+def roomiest(listing: str | None, engines: Sequence[EngineGpus] = ()) -> str:
+    """The GPU that the trainer takes by itself: the one with most free memory, of those that no engine will want back."""
+    gpus = _gpus(listing or "")
+    return f"cuda:{max(gpus, key=lambda i: (not owner_of(gpus[i].uuid, engines), gpus[i].free))}" if gpus else "cuda"
 
 
 def may_fit(listing: str | None, device: str, needed: Need, engines: Sequence[EngineGpus] = ()) -> bool:
-    """Tell whether a training fits on a GPU, as far as the listing says."""
+    """Tell whether the trainer takes a GPU by itself, as far as the listing says."""
     found = _gpu_of(listing, device)
-    return not _is_limited(needed) and (found is None or needed.total_bytes <= found.usable(engines))
+    if found is None:
+        return not _is_limited(needed)
+    return not (_is_limited(needed) or owner_of(found.uuid, engines)) and needed.total_bytes <= found.usable(engines)
 
 
 def check_gpu(
@@ -135,6 +137,11 @@ def check_gpu(
     if found is None:
         text = f"trainer.device is {device}, the machine's GPUs are {', '.join(map(str, _gpus(listing))) or 'none'}"
         yield Check("GPU memory", "error", text, "Set trainer.device to one of them, or to cpu.")
+        return
+    if is_auto and (owner := owner_of(found.uuid, engines)):
+        text = f"{owner} isn't running, and GPU {index} is kept for its start: a training takes the CPU"
+        cure = "Start it; or if it won't come back, remove its folder below `engines` in the runtime directory."
+        yield Check("GPU memory", "warning", text, cure)
         return
     total, usable, reserve = found.total, found.usable(engines), reserve_on(found.uuid, engines)
     left = f"{in_words(usable)} of it for training"

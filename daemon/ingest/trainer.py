@@ -98,6 +98,7 @@ class Trainer:
         return {
             "trainer_id": self.hello.trainer_id if self.hello else status.trainer_id if status else "",
             "device": (status.device if status else "") or (self.hello.device if self.hello else ""),
+            "device_reason": status.device_reason if status else "",
             "yields_to": self.hello.yields_to if self.hello else [],
             "state": status.state if status else "idle",
             "operation_id": status.operation_id if status else "",

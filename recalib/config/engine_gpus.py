@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import fnmatch
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,19 +26,21 @@ class EngineGpus:
     """UUID of a GPU -> bytes that must stay free there; None: the engine hasn't told them."""
 
 
-def engine_gpus(engines_dir: Path) -> list[EngineGpus]:
+def engine_gpus(engines_dir: Path, patterns: Sequence[str] = ("*",)) -> list[EngineGpus]:
     """Read the pages of all engines; those that can't be read are left out.
 
     Args:
         engines_dir: has a folder for each engine.
+        patterns: `trainer.yields_to`. Another engine counts only as far as it has told its GPUs.
     """
     found = []
     for path in sorted(engines_dir.glob("*/busy")):
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
             try:
-                page = os.pread(descriptor, NUM_BYTES, 0)
-                found.append(EngineGpus(path.parent.name, is_held(descriptor), unpack_gpus(page)))
+                reserves = unpack_gpus(os.pread(descriptor, NUM_BYTES, 0))
+                if reserves is not None or any(fnmatch.fnmatchcase(path.parent.name, pattern) for pattern in patterns):
+                    found.append(EngineGpus(path.parent.name, is_held(descriptor), reserves))
             finally:
                 os.close(descriptor)
     return found
@@ -62,3 +65,16 @@ def reserve_on(gpu: str, engines: Iterable[EngineGpus]) -> int:
     """
     wanted = [engine.reserves for engine in engines if engine.is_alive and engine.reserves]
     return sum(reserves.get(gpu, 0) if gpu else max(reserves.values()) for reserves in wanted)
+
+
+def owner_of(gpu: str, engines: Iterable[EngineGpus]) -> str:
+    """Id of an engine that is down, or only starting, and wants the memory that it had on a GPU; "" if there is none.
+
+    Args:
+        gpu: its UUID; "": unknown, so it may be any engine's.
+    """
+    for engine in engines:
+        is_its = engine.reserves is None or (bool(engine.reserves) if not gpu else gpu in engine.reserves)
+        if not engine.is_alive and is_its:
+            return engine.engine_id
+    return ""

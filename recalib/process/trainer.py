@@ -24,6 +24,7 @@ import structlog
 import torch
 
 from honed.adapt.protocol import wire
+from honed.adapt.protocol.fields import MAX_TEXT_CHARS
 from honed.recalib.config.engine_gpus import engine_gpus
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.gate.gate import GateSettings
@@ -69,6 +70,7 @@ class Trainer:
         self._next_status_s = self._next_discovery_s = self._next_samples_s = 0.0
         self._beside: set[str] = set()
         """Engines that shared the device when the operation began."""
+        self._engines = partial(engine_gpus, traffic.engines_dir, settings.yields_to)
         self._link = TrainerLink(endpoint, self._hello)
 
     def turn(self) -> None:
@@ -145,7 +147,7 @@ class Trainer:
             self._unpaused_s,
             self._state_dir,
             self._yielding.working_s,
-            partial(engine_gpus, self._traffic.engines_dir),
+            self._engines,
         )
         log.info("operation begins", operation_id=request.operation_id, workloads=request.workloads)
 
@@ -241,7 +243,7 @@ class Trainer:
     def _hello(self) -> wire.TrainerHello:
         return wire.TrainerHello(
             trainer_id=self._settings.trainer_id,
-            device=str(devices_of(self._settings.device)[0]),
+            device=str(devices_of(self._settings.device, self._engines())[0]),
             operation_id=self._operation.request.operation_id if self._operation else "",
             yields_to=list(self._settings.yields_to),
         )
@@ -317,6 +319,7 @@ def _with_progress(status: wire.TrainerStatus, operation: Recalibration) -> wire
             "gate": progress.gate,
             "memory_bytes": progress.memory_bytes,
             "device": str(operation.device or ""),
+            "device_reason": progress.device_reason[:MAX_TEXT_CHARS],
         }
     )
 

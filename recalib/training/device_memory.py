@@ -6,42 +6,56 @@ import gc
 import os
 import subprocess
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
 
 import torch
 
 from honed.recalib.config.compiler import lacks_for_kernels
+from honed.recalib.config.engine_gpus import EngineGpus, owner_of
 from honed.recalib.config.memory import GIB, in_words, usable_bytes
 
 AUTO = "auto"
 LEAST_BYTES = 2 * GIB
 
 
-def devices_of(name: str) -> list[torch.device]:
-    """Return the devices that `trainer.device` allows, in the order in which they are tried: of GPUs the one with most room."""
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as `nvidia-smi` sees it."""
+
+    free: int
+    """Bytes."""
+    uuid: str
+
+
+def devices_of(name: str, engines: Sequence[EngineGpus] = ()) -> list[torch.device]:
+    """Return the devices that `trainer.device` allows, in the order in which they are tried.
+
+    Of GPUs it is the one with most room, of those that no engine will want back at its start if there are any.
+    """
     if name != AUTO:
         return [torch.device(name)]
     gpus = [torch.device("cuda")] if torch.cuda.is_available() else []
-    free = free_on_gpus()
-    if gpus and len(free) > 1:
-        gpus = [torch.device("cuda", max(free, key=lambda index: free[index]))]
+    seen = gpus_seen()
+    if gpus and len(seen) > 1:
+        gpus = [torch.device("cuda", max(seen, key=lambda index: (not owner_of(seen[index].uuid, engines), seen[index].free)))]
     return [*gpus, torch.device("cpu")]
 
 
-def free_on_gpus() -> dict[int, int]:
-    """Free bytes of the GPUs that this process may use, by PyTorch's numbers; empty where `nvidia-smi` doesn't say.
+def gpus_seen() -> dict[int, Gpu]:
+    """The GPUs that this process may use, by PyTorch's numbers; empty where `nvidia-smi` doesn't say.
 
     A CUDA context, which PyTorch needs to tell, would take half a gigabyte of each.
     """
     query = ("nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits")
-    free: dict[str, int] = {}
+    free: dict[str, Gpu] = {}
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
         for line in listed.splitlines():
             index, uuid, mebibytes = (part.strip() for part in line.split(","))
-            free[index] = free[uuid] = int(mebibytes) << 20
+            free[index] = free[uuid] = Gpu(int(mebibytes) << 20, uuid.removeprefix("GPU-").lower())
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [name.strip() for name in visible.split(",")] if visible else [name for name in free if name.isdecimal()]
         return {number: free[_whole(name, free)] for number, name in enumerate(names)}
@@ -58,15 +72,25 @@ class DeviceError(RuntimeError):
     """A GPU on which a training isn't worth a try."""
 
 
-def check_gpu(device: torch.device) -> None:
+def check_gpu(device: torch.device, engines: Sequence[EngineGpus] = ()) -> None:
     """Look at a GPU from outside.
 
+    Args:
+        engines: those on this machine.
+
     Raises:
-        DeviceError: nothing compiles its kernels, or less than LEAST_BYTES are free, as far as `nvidia-smi` says.
+        DeviceError: an engine that is down will want it back, nothing compiles its kernels, or less than LEAST_BYTES are free,
+            as far as `nvidia-smi` says.
     """
+    seen = gpus_seen().get(device.index or 0)
+    if owner := owner_of(seen.uuid if seen is not None else "", engines):
+        raise DeviceError(
+            f"{owner} isn't running, and will want the memory of {device} at its start: start it, or if it won't come back "
+            "remove its folder below `engines` in the runtime directory"
+        )
     if lacks := lacks_for_kernels(Path(sysconfig.get_path("include"))):
         raise DeviceError(f"there is {' and '.join(lacks)}, which kernels are compiled with: install gcc and Python's headers")
-    free = free_on_gpus().get(device.index or 0, LEAST_BYTES)
+    free = seen.free if seen is not None else LEAST_BYTES
     if free < LEAST_BYTES:
         raise DeviceError(f"{in_words(free)} are free on {device}, and a training needs {in_words(LEAST_BYTES)} at least")
 

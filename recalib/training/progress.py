@@ -34,6 +34,8 @@ class Progress:
     """Seconds since the request that another process spent on it, of which this one's clock knows nothing."""
     memory_bytes: int = 0
     """Estimated memory of the training; 0 before the estimate."""
+    device_reason: str = ""
+    """Why it isn't on the device that `trainer.device` prefers; empty if it is."""
     gate: list[wire.GateFigures] = field(default_factory=list)
     blend: float = 1.0
     """Position of the judged candidate between the parent (0) and the trained weights (1)."""

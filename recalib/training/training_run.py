@@ -90,8 +90,7 @@ class TrainingRun:
         self._engines = engines
         self._waited_then_s = 0.0
         """What it had spent so when the training began."""
-        self._devices = devices_of(settings.device)
-        self._device = self._devices[0]
+        self._device = devices_of(settings.device, engines())[0]
         self._config = read_drafter_config(parent_dir, request.num_draft_tokens)
         target_head_names(request.target_path)  # not only when all samples are in
         self._vocabulary = vocabulary_tensors(parent_dir, Path(request.target_path))
@@ -144,15 +143,23 @@ class TrainingRun:
         Raises:
             MemoryBudgetError: it fits on none; the last one's reason.
         """
-        for device in self._devices[:-1]:
+        engines = self._engines()
+        *gpus, last = devices_of(self._settings.device, engines)
+        self._progress.device_reason = ""
+        for device in gpus:
             try:
-                check_gpu(device)
+                check_gpu(device, engines)
                 self._check_memory(device)
             except (MemoryBudgetError, RuntimeError) as error:  # PyTorch's too, where not even a context fits
+                self._progress.device_reason = str(error)
                 log.warning("trains on the next device", why=str(error), device=str(device))
             else:
                 return
-        self._check_memory(self._devices[-1])
+        try:
+            self._check_memory(last)
+        except MemoryBudgetError as error:
+            why = self._progress.device_reason
+            raise MemoryBudgetError(f"{error}; no GPU was taken: {why}" if why else str(error)) from error
 
     def _check_memory(self, device: torch.device) -> None:
         self._device = use(device)

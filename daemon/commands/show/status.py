@@ -337,6 +337,8 @@ def trainer_line(trainer: Document | None) -> str:
     if not trainer:
         return "not connected"
     text = f"{cells.text(trainer.get('state'))} on {cells.text(trainer.get('device'))}"
+    if why := trainer.get("device_reason"):
+        text += f" ({cells.text(why)})"
     if trainer.get("operation_id"):
         text += f", {progress_line(trainer)}"
     yielded = f"{cells.count(trainer.get('preemptions'))} pre-emptions"

@@ -311,6 +311,15 @@ def test_what_engines_will_still_want_is_left_to_them(tmp_path: Path, monkeypatc
     assert "it trains on the CPU" in text
 
 
+def test_the_gpu_of_an_engine_that_is_down_is_kept_for_it() -> None:
+    down = [EngineGpus("chat-0", False, {GPUS[0]: GIB})]
+    assert doctor_memory.roomiest(SMI, down) == "cuda:1"
+    found = only(doctor_memory.check_gpu(SMI, "cuda:0", need(GIB), is_auto=True, engines=down))
+    assert (found.level, found.text.startswith("chat-0 isn't running, and GPU 0 is kept")) == ("warning", True)
+    assert not doctor_memory.may_fit(SMI, "cuda:0", need(GIB), down)
+    assert only(doctor_memory.check_gpu(SMI, "cuda:0", need(GIB), engines=down)).level == "ok", "where it was asked for"
+
+
 def test_a_limit_that_is_too_low_for_training() -> None:
     found = only(doctor_memory.check_gpu(SMI, "cuda", need(10 * GIB, limit_bytes=6 * GIB)))
     assert (found.level, "trainer.memory_bytes allows 6.0 GiB" in found.text) == ("error", True)

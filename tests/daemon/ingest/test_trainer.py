@@ -71,6 +71,13 @@ def test_what_it_reports_between_operations_is_counted_once(link: Link) -> None:
     assert len(link.trainer.view()["preemption_delays_s"]) == 1  # type: ignore[index]
 
 
+def test_why_it_is_not_on_the_gpu_is_shown(link: Link) -> None:
+    link.trainer.hear(b"one", HELLO)
+    assert link.trainer.view()["device_reason"] == ""  # type: ignore[index]
+    link.trainer.hear(b"one", status(device="cpu", device_reason="chat-0 isn't running"))
+    assert link.trainer.view()["device_reason"] == "chat-0 isn't running"  # type: ignore[index]
+
+
 def test_a_message_goes_to_the_one_that_was_heard_last(link: Link) -> None:
     link.trainer.hear(b"one", status())
     link.trainer.hear(b"two", status())

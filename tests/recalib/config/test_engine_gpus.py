@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from honed.attach.engine.busy_flag import BusyFlag
-from honed.recalib.config.engine_gpus import EngineGpus, engine_gpus, reserve_on
+from honed.recalib.config.engine_gpus import EngineGpus, engine_gpus, owner_of, reserve_on
 
 GIB = 1 << 30
 A, B = "6d9c4b9e-8f6b-4f0e-9a53-0d1e2f3a4b5c", "00000000-8f6b-4f0e-9a53-0d1e2f3a4b5c"
@@ -63,3 +63,12 @@ def test_the_reserves_of_all_living_engines_on_a_gpu_add_up() -> None:
     assert reserve_on(B, engines) == GIB
     assert reserve_on("other", engines) == 0
     assert reserve_on("", engines) == 6 * GIB, "it may be any of them"
+
+
+def test_an_engine_that_is_down_owns_the_gpus_that_it_had() -> None:
+    def owner(gpu: str, is_alive: bool, reserves: dict[str, int] | None) -> str:
+        return owner_of(gpu, [EngineGpus("other", True, {A: GIB}), EngineGpus("e", is_alive, reserves)])
+
+    assert [owner(A, is_alive, {A: 0}) for is_alive in (True, False)] == ["", "e"]
+    assert [owner(A, False, reserves) for reserves in ({B: GIB}, {}, None)] == ["", "", "e"]
+    assert [owner("", False, reserves) for reserves in ({B: GIB}, {}, None)] == ["e", "", "e"], "it may be any of them"

@@ -269,6 +269,24 @@ def test_a_training_on_a_gpu_ends_with_an_engine_beside_it(
     assert "ends ended, and the training's memory on cuda may be in the way of its restart" in result.error
 
 
+@pytest.mark.fault("a training on the GPU of an engine that is down")
+def test_it_tells_why_a_training_is_not_on_the_gpu(
+    daemon: zmq.Socket[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    BusyFlag(tmp_path / "engines" / "chat-0" / "busy").close()
+    trainer, request = make_trainer(tmp_path)
+    sent: list[Any] = []
+    monkeypatch.setattr(trainer._link, "send", sent.append)
+    trainer._take(request)
+    while trainer._state != "training":
+        trainer.turn()
+    trainer.close()
+    told = next(one for one in reversed(sent) if isinstance(one, wire.TrainerStatus))
+    assert told.device_reason.startswith("chat-0 isn't running, and will want the memory of cuda at its start")
+    assert told.device in ("", "cpu")
+
+
 @pytest.mark.parametrize("end", ["done", "cancelled", "too late"])
 def test_nothing_of_a_training_is_left_when_memory_is_given_back(
     daemon: zmq.Socket[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str

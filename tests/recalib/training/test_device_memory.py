@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from honed.adapt.protocol import wire
-from honed.recalib.config.engine_gpus import EngineGpus
+from honed.attach.engine.busy_flag import BusyFlag
+from honed.recalib.config.engine_gpus import EngineGpus, engine_gpus
 from honed.recalib.config.memory import MemoryBudgetError
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.training import device_memory, training_run
@@ -93,8 +94,8 @@ def test_on_a_gpu_allocations_end_at_the_limit() -> None:
 
 def test_auto_goes_to_the_next_device_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     devices, free = [torch.device("cpu", 0), torch.device("cpu")], [0, 2**40]
-    monkeypatch.setattr(training_run, "devices_of", lambda name: devices)
-    monkeypatch.setattr(training_run, "check_gpu", lambda device: None)
+    monkeypatch.setattr(training_run, "devices_of", lambda name, engines: devices)
+    monkeypatch.setattr(training_run, "check_gpu", lambda device, engines: None)
     monkeypatch.setattr(training_run, "available_bytes", lambda device, limit, reserve: free[devices.index(device)])
     request = wire.TrainRequest("o", str(TINY / "target"), "v0", scope="kv-frozen")
     feed: Any = SimpleNamespace(is_fused=True)
@@ -144,6 +145,57 @@ def test_auto_takes_the_gpu_with_most_room(
         torch.device("cuda", first) if first is not None else torch.device("cuda"),
         torch.device("cpu"),
     ]
+
+
+@pytest.mark.fault("a training on the GPU of an engine that is down")
+@pytest.mark.parametrize("has_told", [True, False])
+def test_the_gpu_of_an_engine_that_is_down_is_left_to_it(
+    smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_told: bool
+) -> None:
+    """It has most room then, and the engine could not start again."""
+    smi(f"0, GPU-{OURS}, 4000\n1, GPU-{OTHER.upper()}, 80000\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    here, down = (BusyFlag(tmp_path / name / "busy") for name in ("here", "down"))
+    here.tell_gpus({OURS: GIB})
+    if has_told:
+        down.tell_gpus({OTHER: GIB})
+    assert devices_of("auto", engine_gpus(tmp_path)) == [torch.device("cuda", 1), torch.device("cpu")]
+    down.close()
+    engines = engine_gpus(tmp_path)
+    if has_told:
+        assert devices_of("auto", engines)[0] == torch.device("cuda", 0)
+        check_gpu(torch.device("cuda", 0), engines)
+    with pytest.raises(DeviceError, match="down isn't running, and will want the memory of cuda:1 at its start"):
+        check_gpu(torch.device("cuda", 1), engines)
+    assert devices_of("cuda:1", engines) == [torch.device("cuda:1")], "as was asked for"
+    assert len(engine_gpus(tmp_path, ["here"])) == (2 if has_told else 1), "an engine of another device, as far as is known"
+    started = BusyFlag(tmp_path / "down" / "busy")
+    started.tell_gpus({OTHER: GIB})
+    check_gpu(torch.device("cuda", 1), engine_gpus(tmp_path))
+    here.close()
+    started.close()
+
+
+@pytest.mark.fault("a training on the GPU of an engine that is down")
+def test_where_all_gpus_are_left_to_engines_it_says_so_and_trains_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, smi: Callable[[str], None]
+) -> None:
+    smi(f"0, GPU-{OURS}, 80000\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    request = wire.TrainRequest("o", str(TINY / "target"), "v0", scope="kv-frozen")
+    feed: Any = SimpleNamespace(is_fused=True)
+    engines, progress = [EngineGpus("chat-0", False, {OURS: GIB})], Progress()
+    run = training_run.TrainingRun(
+        request, TrainerSettings(), TINY / "drafter", feed, progress, lambda: 0.0, None, engines=lambda: engines
+    )
+    run.check_memory()
+    assert run.device == torch.device("cpu")
+    assert progress.device_reason.startswith("chat-0 isn't running")
+    monkeypatch.setattr(training_run, "available_bytes", lambda *_: 0)
+    with pytest.raises(MemoryBudgetError, match="no GPU was taken: chat-0 isn't running"):
+        run.check_memory()
 
 
 def test_a_gpu_without_a_compiler_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

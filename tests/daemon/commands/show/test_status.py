@@ -255,6 +255,12 @@ def test_training_beside_requests_says_what_it_costs() -> None:
     assert "beside" not in show.trainer_line(HEALTHY["trainer"])
 
 
+def test_a_training_says_why_it_is_not_on_the_gpu() -> None:
+    line = show.trainer_line(HEALTHY["trainer"] | {"device_reason": "chat-0 isn't running"})
+    assert line.startswith("idle on cpu (chat-0 isn't running), ")
+    assert show.trainer_line(HEALTHY["trainer"] | {"device_reason": ""}).startswith("idle on cpu, ")
+
+
 def test_aliases_stand_beside_their_versions() -> None:
     gate = [msgspec.to_builtins(GateFigures("b", 9, 2.0, 3.0, 1.4, 1.6, passed=True))]
     document = {
