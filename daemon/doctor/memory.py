@@ -139,8 +139,9 @@ def check_gpu(
         yield Check("GPU memory", "error", text, "Set trainer.device to one of them, or to cpu.")
         return
     if is_auto and (owner := owner_of(found.uuid, engines)):
-        text = f"{owner} isn't running, and GPU {index} is kept for its start: a training takes the CPU"
-        cure = "Start it; or if it won't come back, remove its folder below `engines` in the runtime directory."
+        kept = f"GPU {index} is kept for its start, for a quarter of an hour"
+        text = f"{owner} isn't running, and {kept}: a training takes the CPU meanwhile"
+        cure = "Start it; or if it won't come back, wait, or remove its folder below `engines` in the runtime directory."
         yield Check("GPU memory", "warning", text, cure)
         return
     total, usable, reserve = found.total, found.usable(engines), reserve_on(found.uuid, engines)

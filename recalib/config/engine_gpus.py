@@ -9,11 +9,14 @@ import contextlib
 import fcntl
 import fnmatch
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from honed.adapt.protocol.step_page import NUM_BYTES, unpack_gpus
+
+GIVEN_UP_S = 900.0
+"""Seconds after which an engine that is down isn't awaited any more: large models take minutes to start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,25 @@ def engine_gpus(engines_dir: Path, patterns: Sequence[str] = ("*",)) -> list[Eng
             finally:
                 os.close(descriptor)
     return found
+
+
+class AwaitedEngines:
+    """The same without engines that have been seen down for `GIVEN_UP_S`. Call it now and then: it sees no engine otherwise.
+
+    Args:
+        monotonic: seconds.
+    """
+
+    def __init__(self, engines_dir: Path, patterns: Sequence[str], monotonic: Callable[[], float]) -> None:
+        self._engines_dir, self._patterns, self._monotonic = engines_dir, patterns, monotonic
+        self._down_since_s: dict[str, float] = {}
+
+    def __call__(self) -> list[EngineGpus]:
+        """Read the pages now."""
+        now_s, found = self._monotonic(), engine_gpus(self._engines_dir, self._patterns)
+        before = self._down_since_s
+        self._down_since_s = {one.engine_id: before.get(one.engine_id, now_s) for one in found if not one.is_alive}
+        return [one for one in found if now_s - self._down_since_s.get(one.engine_id, now_s) < GIVEN_UP_S]
 
 
 def is_held(descriptor: int) -> bool:

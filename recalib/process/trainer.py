@@ -15,7 +15,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -25,7 +24,7 @@ import torch
 
 from honed.adapt.protocol import wire
 from honed.adapt.protocol.fields import MAX_TEXT_CHARS
-from honed.recalib.config.engine_gpus import engine_gpus
+from honed.recalib.config.engine_gpus import AwaitedEngines
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.gate.gate import GateSettings
 from honed.recalib.process.busy_flags import Preemptions
@@ -70,7 +69,7 @@ class Trainer:
         self._next_status_s = self._next_discovery_s = self._next_samples_s = 0.0
         self._beside: set[str] = set()
         """Engines that shared the device when the operation began."""
-        self._engines = partial(engine_gpus, traffic.engines_dir, settings.yields_to)
+        self._engines = AwaitedEngines(traffic.engines_dir, settings.yields_to, monotonic)
         self._link = TrainerLink(endpoint, self._hello)
 
     def turn(self) -> None:
@@ -164,6 +163,7 @@ class Trainer:
             self._traffic.discover()
             self._traffic.expire()
             self._yielding.busy.discover()
+            self._engines()
         self._traffic.poll()
 
     def _work(self, is_busy: bool) -> None:

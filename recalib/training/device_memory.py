@@ -86,7 +86,7 @@ def check_gpu(device: torch.device, engines: Sequence[EngineGpus] = ()) -> None:
     if owner := owner_of(seen.uuid if seen is not None else "", engines):
         raise DeviceError(
             f"{owner} isn't running, and will want the memory of {device} at its start: start it, or if it won't come back "
-            "remove its folder below `engines` in the runtime directory"
+            "wait a quarter of an hour, or remove its folder below `engines` in the runtime directory"
         )
     if lacks := lacks_for_kernels(Path(sysconfig.get_path("include"))):
         raise DeviceError(f"there is {' and '.join(lacks)}, which kernels are compiled with: install gcc and Python's headers")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from honed.attach.engine.busy_flag import BusyFlag
-from honed.recalib.config.engine_gpus import EngineGpus, engine_gpus, owner_of, reserve_on
+from honed.recalib.config.engine_gpus import GIVEN_UP_S, AwaitedEngines, EngineGpus, engine_gpus, owner_of, reserve_on
 
 GIB = 1 << 30
 A, B = "6d9c4b9e-8f6b-4f0e-9a53-0d1e2f3a4b5c", "00000000-8f6b-4f0e-9a53-0d1e2f3a4b5c"
@@ -26,6 +26,24 @@ def test_what_an_engine_tells_is_read_whether_it_lives_or_not(tmp_path: Path) ->
     again = BusyFlag(tmp_path / "chat-0" / "busy")
     assert engine_gpus(tmp_path) == [EngineGpus("chat-0", True, None)]
     again.close()
+
+
+def test_an_engine_that_stays_down_is_given_up(tmp_path: Path) -> None:
+    """One that got another name would keep trainings from the GPU for ever."""
+    engine, now_s = BusyFlag(tmp_path / "old" / "busy"), 0.0
+    awaited = AwaitedEngines(tmp_path, ["*"], lambda: now_s)
+    now_s = 9 * GIVEN_UP_S
+    assert [one.is_alive for one in awaited()] == [True], "however long it has been up"
+    engine.close()
+    assert [one.is_alive for one in awaited()] == [False]
+    now_s += GIVEN_UP_S - 1.0
+    assert [one.engine_id for one in awaited()] == ["old"]
+    now_s += 2.0
+    assert awaited() == []
+    again = BusyFlag(tmp_path / "old" / "busy")
+    assert [one.is_alive for one in awaited()] == [True]
+    again.close()
+    assert [one.is_alive for one in awaited()] == [False]
 
 
 def test_an_engine_that_gets_its_page_late_tells_its_gpus_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
