@@ -164,9 +164,11 @@ class DaemonProcess:
         transport = httpx2.HTTPTransport(uds=str(self.runtime_dir / "admin.sock"))
         return httpx2.Client(base_url="http://localhost", transport=transport, timeout=20.0)
 
-    def end(self, number: signal.Signals) -> int:
+    def end(self, number: signal.Signals | None) -> int:
+        """Send a signal, None: it was sent, and return the exit code."""
         assert self.process is not None
-        self.process.send_signal(number)
+        if number is not None:
+            self.process.send_signal(number)
         code = self.process.wait(60)
         if self.process.stderr is not None:
             self.said = self.process.stderr.read()

@@ -56,7 +56,7 @@ def test_sigterm_commits_what_was_received_and_cleans_up(daemon: DaemonProcess) 
     assert daemon.process is not None
     daemon.process.terminate()
     engine.wait_acked(30)
-    assert daemon.end(signal.SIGTERM) == 0
+    assert daemon.end(None) == 0, "another signal would end it while Python ends"
     assert not (daemon.runtime_dir / "admin.sock").exists()
     assert not (daemon.runtime_dir / "engine.sock").exists()
     reader = connect(daemon.state_dir / "honed.db", read_only=True)
