@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from honed.adapt.lengths.decider import Decider
+from honed.adapt.lengths.policy_tables import are_equal
 from honed.adapt.lengths.tree_decider import TreeDecider
 from honed.adapt.protocol import wire
 from honed.adapt.steps.step_time import StepTimeModel
@@ -293,7 +294,7 @@ class Attachment:
                 lengths = fitting(lengths, self._most_rows - len(lengths), self._chain_tokens)
             output.honed_trees = decision.has_trees
             # Where equal lengths are captured in a graph, a shorter one would lose it.
-            self._are_unequal = self._policy is not None and not self._policy.equal_lengths
+            self._are_unequal = self._policy is not None and not are_equal(self._policy, len(ids))
             if self._can_shorten:
                 block = self._workers.graphs.block_for(decision.block, most)
                 block = output.num_spec_tokens_to_schedule = min(block, output.num_spec_tokens_to_schedule)

@@ -1,8 +1,10 @@
 """Measures what a step of draft trees costs at the size of Qwen3-8B, and how much a tree has to accept to pay.
 
 vLLM runs a target of that shape with random weights, as `server_sizes` does: with slots for trees, its V2 runner, its scheduler
-a step ahead, and CUDA graphs. Requests of one context are served at once. While they decode, the policy changes from no drafts
-to the drafter's chain of 15 and to trees, in turn, several times. Almost no draft is accepted, but a step takes the same time.
+a step ahead, and CUDA graphs for 0 and 15 drafts. Requests of one context are served at once. While they decode, the policy
+changes from no drafts to the drafter's chain of 15, to 4 tokens of it and to trees, in turn, several times. Almost no draft is
+accepted, but a step takes the same time. 4 drafts have no full graph, as on any server that captured none for them: whether
+they are faster than 15 tells where `controller.equal_lengths = "never"` pays.
 
     steps     milliseconds of a decode step by batch size, context and what is verified: median and range of the turns' medians
     pays      tokens that a tree has to emit for each of the chain's, and for each of a step without drafts, to be as fast
@@ -35,7 +37,7 @@ from benchmarks.server import shapes
 from benchmarks.server.measured import commit, hardware
 from benchmarks.server.vllm_server import IN_PROCESS
 
-CHAIN, SLOTS = 15, 63
+CHAIN, SHORT_CHAIN, SLOTS = 15, 4, 63
 NODES = (15, 31, 63)
 BATCHES, CONTEXTS = (1, 8, 32, 64), (1024, 8192)
 PUBLISHED = {"chain": (6.5, 7.8), "tree": (9.5, 10.7)}
@@ -165,7 +167,8 @@ class Engine:
         started: set[str] = set()
         while len(started) < batch:
             started |= {out.request_id for out in self._engine.step() if out.outputs[0].token_ids}
-        kinds = [("none", 0, False), ("chain", CHAIN, False), *((f"{nodes} nodes", nodes, True) for nodes in NODES)]
+        chains = [("none", 0, False), ("chain", CHAIN, False), (f"{SHORT_CHAIN} drafts", SHORT_CHAIN, False)]
+        kinds = [*chains, *((f"{nodes} nodes", nodes, True) for nodes in NODES)]
         found: dict[str, list[float]] = {name: [] for name, _, _ in kinds}
         for turn in range(turns):
             for name, length, has_trees in kinds[turn % len(kinds) :] + kinds[: turn % len(kinds)]:

@@ -79,7 +79,15 @@ def most_drafts(rows: list[dict[str, Any]], ends: dict[int, int]) -> list[tuple[
 
 @pytest.mark.fault("drafts past what a request can take")
 @pytest.mark.parametrize("way", ["max_tokens", "max_model_len"])
-@pytest.mark.parametrize("policy", [{"static_k": K}, {"kind": "goodput", "static_k": K}, {"kind": "table", "static_k": K}])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"static_k": K},
+        {"kind": "goodput", "static_k": K},
+        {"kind": "table", "static_k": K},
+        {"kind": "goodput", "static_k": K, "equal_lengths": True, "captured_lengths": [K], "equal_up_to": 0},
+    ],
+)
 def test_A3_nothing_is_drafted_past_what_a_request_can_take(attached: TestEngine, way: str, policy: dict[str, Any]) -> None:
     longest = attached.scheduler.max_model_len
     ids = attached.llm.get_tokenizer()(held_out(2, 4000)[0]).input_ids
