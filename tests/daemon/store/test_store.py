@@ -558,7 +558,7 @@ def test_the_finest_and_oldest_rollups_go_when_there_are_too_many_bytes(
 ) -> None:
     """62 workloads of 8 engines took 11 GB in 30 days; what the limit of bytes freed was raw batches."""
     monkeypatch.setattr(pruning, "ROLLUPS_AT_ONCE", 1)
-    hours = (1000.0, 100.0, 1.0, 0.1)
+    hours = (1000.0, 100.0, 1.2, 0.1)  # no two within an hour
     for seq, age_h in enumerate(hours, start=1):
         insert(store, stored(make_batch(seq, unix_ns=int((clock.now - age_h * 3600) * 1e9)), clock.now), age_h * 3600.0)
     assert store.rollup_bytes > 12 * 100
@@ -596,8 +596,9 @@ def test_bytes_of_rollups_are_about_what_the_disk_has(store: Store, clock: Clock
 @pytest.mark.fault("sums of rounds that fill the disk")
 def test_too_many_rollups_go_round_after_round(store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pruning, "ROLLUPS_PER_ROUND", 2)
+    minute_s = clock.now // 60 * 60 - 60  # all rounds are of one
     for seq in range(1, 6):
-        insert(store, stored(make_batch(seq, unix_ns=int((clock.now - seq) * 1e9)), clock.now), 1000.0)
+        insert(store, stored(make_batch(seq, unix_ns=int((minute_s + seq) * 1e9)), clock.now), 1000.0)
     passes = Pruning(StoreSettings(max_rollup_bytes=1), store._age, clock)
     assert left_after(passes, store, clock, "rollups", 4) == [
         (n, pruning.SOON_S if n else pruning.EVERY_S) for n in (5, 3, 1, 0)
