@@ -243,7 +243,8 @@ class RequestTable:
         """Add rounds to their requests' counts."""
         if not len(requests):
             return
-        keys, group, slots, holds = self._find(requests)
+        keys, group, slots = self._find(requests)
+        holds = self._holds(keys, slots)
         newcomers = slots[holds & (self.owner[slots] != keys)]
         self.trials[newcomers] = 0.0
         self.successes[newcomers] = 0.0
@@ -255,22 +256,25 @@ class RequestTable:
         np.add.at(self.trials, rows[mine], positions <= reached[mine, None])
         np.add.at(self.successes, rows[mine], positions <= accepted[mine, None])
 
-    def _find(self, requests: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], Ints, Ints, Bools]:
-        """Unique requests, the index of each round's request among them, their slots, and whether these are theirs now."""
+    def _find(self, requests: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.uint64], Ints, Ints]:
+        """Unique requests, the index of each round's request among them, and their slots; these may be another's."""
         keys, group = np.unique(requests, return_inverse=True)
-        slots = (keys % np.uint64(len(self.owner))).astype(np.int64)
-        holds = self.owner[slots] == keys
+        return keys, group, (keys % np.uint64(len(self.owner))).astype(np.int64)
+
+    def _holds(self, keys: npt.NDArray[np.uint64], slots: Ints) -> Bools:
+        """Whether each of a batch's requests has its slot, or gets it with this batch."""
+        holds: Bools = self.owner[slots] == keys
         is_held = self._until > self._num_batches
         is_held[slots[holds]] = True
         asking = np.flatnonzero(~is_held[slots])
         _, first = np.unique(slots[asking], return_index=True)
         holds[asking[first]] = True
-        return keys, group, slots, holds
+        return holds
 
     def places(self, requests: npt.NDArray[np.uint64]) -> tuple[Ints, Ints]:
         """The slot of each round's request [R], and the slots that get a new owner with these rounds."""
-        keys, group, slots, holds = self._find(requests)
-        return slots[group], slots[holds & (self.owner[slots] != keys)]
+        keys, group, slots = self._find(requests)
+        return slots[group], slots[self._holds(keys, slots) & (self.owner[slots] != keys)]
 
     def strength(self, most_trials: float = np.inf) -> float:
         """Estimate the pseudo-rounds of a workload's curve against a request's own.
@@ -300,19 +304,19 @@ class RequestTable:
         """
         if not len(requests):
             return np.zeros(0)
-        keys, group, slots, holds = self._find(requests)
+        keys, group, slots = self._find(requests)
         known = np.where(self.owner[slots] == keys, self.trials[slots, 0], 0.0)
         tries = (reached > 0).astype(np.float64)
         earlier = known[group] + _before(group, tries)
         rho = 1.0 / (1.0 + strength)
         gained: Floats = (earlier + 1.0) / (1.0 + earlier * rho) - earlier / (1.0 + (earlier - 1.0) * rho)
-        return gained * tries * holds[group]
+        return gained * tries * self._holds(keys, slots)[group]
 
     def theta(self, requests: npt.NDArray[np.uint64], reached: Ints, accepted: Ints, curve: Floats, strength: float) -> Floats:
         """Failure odds of each round's request, relative to the curve, from its rounds before [R]; 1 for its first."""
         if not len(requests):
             return np.ones(0)
-        keys, group, slots, _ = self._find(requests)
+        keys, group, slots = self._find(requests)
         is_known = (self.owner[slots] == keys).astype(np.float64)
         successes = self.successes[slots]
         failed = is_known * ((self.trials[slots] - successes) @ curve)
