@@ -13,7 +13,7 @@ from pathlib import Path
 
 from honed.daemon.doctor.check import Check, Level
 from honed.recalib.config.drafter import DrafterConfig
-from honed.recalib.config.engine_gpus import EngineGpus, owner_of, reserve_on
+from honed.recalib.config.engine_gpus import EngineGpus, best_gpu, owner_of, reserve_on
 from honed.recalib.config.memory import MemoryEstimate, estimate_and_cures, in_words, usable_bytes, value_bytes
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.config.training import Scope
@@ -106,9 +106,9 @@ def need(
 
 
 def roomiest(listing: str | None, engines: Sequence[EngineGpus] = ()) -> str:
-    """The GPU that the trainer takes by itself: the one with most free memory, of those that no engine will want back."""
+    """Name the GPU that the trainer takes by itself, see `best_gpu`."""
     gpus = _gpus(listing or "")
-    return f"cuda:{max(gpus, key=lambda i: (not owner_of(gpus[i].uuid, engines), gpus[i].free))}" if gpus else "cuda"
+    return f"cuda:{best_gpu(gpus, engines)}" if gpus else "cuda"
 
 
 def may_fit(listing: str | None, device: str, needed: Need, engines: Sequence[EngineGpus] = ()) -> bool:

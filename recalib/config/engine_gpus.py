@@ -9,9 +9,10 @@ import contextlib
 import fcntl
 import fnmatch
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from honed.adapt.protocol.step_page import NUM_BYTES, unpack_gpus
 
@@ -27,6 +28,18 @@ class EngineGpus:
     is_alive: bool
     reserves: dict[str, int] | None
     """UUID of a GPU -> bytes that must stay free there; None: the engine hasn't told them."""
+
+
+class FreeGpu(Protocol):
+    """A GPU as `nvidia-smi` lists it."""
+
+    @property
+    def free(self) -> int:
+        """Free bytes."""
+
+    @property
+    def uuid(self) -> str:
+        """Its UUID, as engines tell it."""
 
 
 def engine_gpus(engines_dir: Path, patterns: Sequence[str] = ("*",)) -> list[EngineGpus]:
@@ -100,3 +113,8 @@ def owner_of(gpu: str, engines: Iterable[EngineGpus]) -> str:
         if not engine.is_alive and is_its:
             return engine.engine_id
     return ""
+
+
+def best_gpu(gpus: Mapping[int, FreeGpu], engines: Sequence[EngineGpus]) -> int:
+    """Number of the GPU that a training takes: the one with most free memory, of those that no engine will want back."""
+    return max(gpus, key=lambda number: (not owner_of(gpus[number].uuid, engines), gpus[number].free))

@@ -14,7 +14,7 @@ from uuid import UUID
 import torch
 
 from honed.recalib.config.compiler import lacks_for_kernels
-from honed.recalib.config.engine_gpus import EngineGpus, owner_of
+from honed.recalib.config.engine_gpus import EngineGpus, best_gpu, owner_of
 from honed.recalib.config.memory import GIB, in_words, usable_bytes
 
 AUTO = "auto"
@@ -40,7 +40,7 @@ def devices_of(name: str, engines: Sequence[EngineGpus] = ()) -> list[torch.devi
     gpus = [torch.device("cuda")] if torch.cuda.is_available() else []
     seen = gpus_seen()
     if gpus and len(seen) > 1:
-        gpus = [torch.device("cuda", max(seen, key=lambda index: (not owner_of(seen[index].uuid, engines), seen[index].free)))]
+        gpus = [torch.device("cuda", best_gpu(seen, engines))]
     return [*gpus, torch.device("cpu")]
 
 
