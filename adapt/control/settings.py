@@ -114,7 +114,8 @@ class ControllerSettings:
     def why_few_lengths(self, num_spec_tokens: int) -> str:
         """Reason why nothing between no drafts and all K is chosen, and the remedy; empty where something is."""
         between = [k for k in self.captured_lengths if 0 < k < num_spec_tokens]
-        if between or num_spec_tokens < 2 or not (self.are_lengths_equal and self.captured_lengths) or self.mode == "off":
+        has_all = self.are_lengths_equal and num_spec_tokens in self.captured_lengths  # else see `why_no_drafts`
+        if between or num_spec_tokens < 2 or not has_all or self.mode == "off":
             return ""
         steps = f" in steps of up to {self.equal_up_to} requests" if self.equal_up_to >= 0 else ""
         return (

@@ -222,6 +222,9 @@ def test_an_engine_that_leaves_all_drafts_or_none_to_choose_says_so(service: Ser
     policy = engine.expect(wire.Policy, lambda policy: policy.captured_lengths == [0, 2, 3])
     assert policy.equal_up_to == 10
     assert views.engines(service)[0]["limits"] == []
+    engine.hello(captured_lengths=[30])
+    engine.expect(wire.Policy, lambda policy: policy.captured_lengths == [30])
+    assert views.engines(service)[0]["limits"] == [], "its graphs are for no length that it drafts, which the log says"
 
 
 def test_an_engine_whose_drafts_vllm_trims_gets_policies_too(service: Service, make_engine: MakeEngine) -> None:
