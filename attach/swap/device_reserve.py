@@ -1,4 +1,4 @@
-"""Device memory that vLLM will take and has not allocated: whoever else takes it lets the next large batch end the engine.
+"""Tells how much device memory vLLM has planned for and not allocated. If others take it, the next large batch ends the engine.
 
 vLLM sizes its KV cache so that the peak of its activations, which it has measured, stays free. PyTorch allocates that memory
 when a batch needs it, and keeps it from then on. The rejection sampler's scores in float32 come on top: vLLM doesn't measure

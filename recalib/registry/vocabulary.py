@@ -1,4 +1,4 @@
-"""What a training holds of embeddings and heads, told by the files of a drafter and its target.
+"""Counts the embeddings and heads that a training holds, by the files of a drafter and its target.
 
 A drafter may bring an embedding or a head of its own. One that is a copy of the target's is held once, see `load_drafter`.
 

@@ -1,6 +1,6 @@
 """That nothing in the engine's steps makes PyTorch wait for the device where the source alone can show it.
 
-What a running engine shows is in `tests/e2e/device_waits.py`.
+`tests/e2e/device_waits.py` runs an engine for the rest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.tools import ROOT
 
 SOURCES = sorted(path for folder in ("attach", "kernels") for path in (ROOT / folder).rglob("*.py"))
 ON_HOST = {"self._has_tree", "trees.row_masks"}
-"""What is indexed by variables and is never on a device: a list, and the tree builder's arrays in NumPy."""
+"""Variables index these, and no device has them: a list, and the tree builder's arrays in NumPy."""
 
 
 def numbers_put_by_index(source: str) -> list[str]:

@@ -25,12 +25,12 @@ def test_gpus_are_read_as_they_were_told(count: int) -> None:
 def test_what_is_not_told_is_told_from_none() -> None:
     assert unpack_gpus(page(b"")) is None
     assert unpack_gpus(b"") is None
-    assert unpack_gpus(bytes(GPUS_OFFSET)) is None, "an engine with an older honed"
+    assert unpack_gpus(bytes(GPUS_OFFSET)) is None, "a page that is cut off"
     assert pack_gpus(GPUS | {str(UUID(int=1)): 0}) == b"", "more than there is room for"
 
 
 def test_a_page_that_is_being_written_is_not_believed() -> None:
     old, new = (page(pack_gpus({gpu: reserve})) for gpu, reserve in list(GPUS.items())[1:3])
-    mixed = {unpack_gpus(new[:at] + old[at:]) is None for at in range(GPUS_OFFSET + 9, GPUS_OFFSET + 33)}
-    assert True in mixed
+    mixed = [new[:at] + old[at:] for at in range(GPUS_OFFSET + 9, GPUS_OFFSET + 33)]
+    assert any(unpack_gpus(one) is None for one in mixed)
     assert all(unpack_gpus(new[:at] + old[at:]) in (None, unpack_gpus(old), unpack_gpus(new)) for at in range(NUM_BYTES + 1))

@@ -221,7 +221,7 @@ def test_memory_is_judged_for_the_drafter_that_a_command_names(tmp_path: Path, d
 
 
 def test_embeddings_and_heads_are_counted_by_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the drafter and the target of a command, else of the active version and the target of its engine or manifest."""
+    """A command names both files. Without one it is the active version, and its engine's or its manifest's target."""
     settings = load(None, {"paths": {"state_dir": tmp_path, "runtime_dir": tmp_path}}, {})
     told, need = list[VocabularyTensors](), doctor_memory.need
 

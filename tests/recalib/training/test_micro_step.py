@@ -315,7 +315,7 @@ def test_hybrid_goes_without_the_target_s_distribution_and_kl_does_not(
 
 @pytest.mark.parametrize("loss", ["ce", "hybrid", "dpace", "acceptance"])
 def test_revealed_tokens_are_seen_and_not_learnt(loss: Loss, make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
-    """What is counted as learnt is what was masked."""
+    """The masked tokens alone count as learned."""
     sample, blocks = make_sample(60), 32
     trainer = MicroTrainer(make_drafter(), replace(QUICK, loss=loss, denoising_steps=3, anchors_per_micro_step=blocks))
     figures = [trainer.step([sample]) for _ in range(30)]
