@@ -50,6 +50,14 @@ def there(tmp_path: Path, url: str) -> tuple[Registry, SharedRegistry]:
 Side = tuple[Registry, SharedRegistry]
 
 
+def pushed(side: Side, target: Path) -> Manifest:
+    """Make a version, and push it."""
+    registry, shared = side
+    made = registry.create(checkpoint(1), target_path=str(target))
+    shared.push(made.version)
+    return made
+
+
 def test_what_is_pushed_here_can_be_fetched_there(here: Side, there: Side, target: Path) -> None:
     registry, shared = here
     made = registry.create(
@@ -102,9 +110,8 @@ def test_versions_come_in_the_order_in_which_they_were_made(here: Side, there: S
 
 
 def test_a_version_without_its_manifest_is_not_there_yet(here: Side, there: Side, target: Path) -> None:
-    registry, shared = here
-    made = registry.create(checkpoint(1), target_path=str(target))
-    shared.push(made.version)
+    _, shared = here
+    made = pushed(here, target)
     place = f"{shared._versions}/{made.sha256}"
     shared._fs.rm(f"{place}/manifest.json")
     assert there[1].listing() == []
@@ -117,9 +124,8 @@ def test_a_version_without_its_manifest_is_not_there_yet(here: Side, there: Side
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_what_was_changed_there_is_refused_and_leaves_nothing_here(here: Side, there: Side, target: Path, name: str) -> None:
-    registry, shared = here
-    made = registry.create(checkpoint(1), target_path=str(target))
-    shared.push(made.version)
+    _, shared = here
+    made = pushed(here, target)
     place = f"{shared._versions}/{made.sha256}/{name}"
     data = shared._fs.cat_file(place)
     shared._fs.pipe_file(place, data[:-2] + b" }" if name == "config.json" else data[:-1] + b"\x01")
@@ -134,8 +140,7 @@ def test_what_was_changed_there_is_refused_and_leaves_nothing_here(here: Side, t
 
 def test_a_manifest_of_other_weights_is_no_version(here: Side, target: Path) -> None:
     registry, shared = here
-    made = registry.create(checkpoint(1), target_path=str(target))
-    shared.push(made.version)
+    made = pushed(here, target)
     place = f"{shared._versions}/{made.sha256}/manifest.json"
     told = json.loads(shared._fs.cat_file(place)) | {"sha256": "../../evil"}
     shared._fs.pipe_file(place, json.dumps(told).encode())
@@ -145,8 +150,7 @@ def test_a_manifest_of_other_weights_is_no_version(here: Side, target: Path) -> 
 @pytest.mark.fault("headers and manifests without end")
 def test_a_manifest_without_end_is_no_version(here: Side, target: Path) -> None:
     registry, shared = here
-    made = registry.create(checkpoint(1), target_path=str(target))
-    shared.push(made.version)
+    made = pushed(here, target)
     place = f"{shared._versions}/{made.sha256}/manifest.json"
     shared._fs.pipe_file(place, b" " * MAX_DOCUMENT_BYTES + shared._fs.cat_file(place))
     assert SharedRegistry(shared.url, registry).listing() == []
@@ -155,9 +159,8 @@ def test_a_manifest_without_end_is_no_version(here: Side, target: Path) -> None:
 @pytest.mark.fault("headers and manifests without end")
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_files_longer_than_their_manifest_says_are_not_fetched(here: Side, there: Side, target: Path, name: str) -> None:
-    registry, shared = here
-    made = registry.create(checkpoint(1), target_path=str(target))
-    shared.push(made.version)
+    _, shared = here
+    made = pushed(here, target)
     place = f"{shared._versions}/{made.sha256}/{name}"
     shared._fs.pipe_file(place, shared._fs.cat_file(place) + b" " * MAX_DOCUMENT_BYTES)
     (found,) = there[1].missing([made.target_sha256])
@@ -186,9 +189,8 @@ def refused(shared: SharedRegistry, manifest: Manifest, target: Path, why: str) 
 def test_what_is_damaged_is_downloaded_again_once_it_was_written_anew_or_after_an_hour(
     here: Side, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry, shared = here
-    made = registry.create(checkpoint(1), target_path=str(target))
-    shared.push(made.version)
+    _, shared = here
+    made = pushed(here, target)
     place, now_s = f"{shared._versions}/{made.sha256}/model.safetensors", 7.0
     data = shared._fs.cat_file(place)
     shared._fs.pipe_file(place, data[:-1] + b"\x01")
@@ -209,9 +211,8 @@ def test_what_is_damaged_is_downloaded_again_once_it_was_written_anew_or_after_a
 
 def test_what_is_no_drafter_is_downloaded_once(here: Side, there: Side, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as one of a kind that only a newer honed knows."""
-    registry, shared = here
-    made = registry.create(checkpoint(1), target_path=str(target))
-    shared.push(made.version)
+    _, shared = here
+    made = pushed(here, target)
     place, odd = f"{shared._versions}/{made.sha256}", b"of another kind"
     told = json.loads(shared._fs.cat_file(f"{place}/manifest.json"))
     told |= {"sha256": hashlib.sha256(odd).hexdigest(), "bytes": len(odd)}
@@ -230,9 +231,8 @@ def test_what_is_no_drafter_is_downloaded_once(here: Side, there: Side, target: 
 def test_what_is_cut_off_there_is_not_downloaded(
     here: Side, there: Side, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry, shared = here
-    made = registry.create(checkpoint(1), target_path=str(target))
-    shared.push(made.version)
+    _, shared = here
+    made = pushed(here, target)
     place = f"{shared._versions}/{made.sha256}/model.safetensors"
     shared._fs.pipe_file(place, shared._fs.cat_file(place)[:-1])
     (found,) = there[1].missing([made.target_sha256])
@@ -244,9 +244,7 @@ def test_what_is_cut_off_there_is_not_downloaded(
 def test_what_was_cut_off_on_its_way_is_tried_again_at_once(
     here: Side, there: Side, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    registry, shared = here
-    made = registry.create(checkpoint(1), target_path=str(target))
-    shared.push(made.version)
+    made = pushed(here, target)
     (found,) = there[1].missing([made.target_sha256])
     with monkeypatch.context() as line:
         line.setattr(there[1]._fs, "get_file", lambda place, path: Path(path).write_bytes(b"only this"))
