@@ -13,7 +13,8 @@ import hashlib
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -140,10 +141,7 @@ class Sharing:
 
     def _exchange(self, shared: SharedRegistry) -> None:
         try:
-            try:
-                errors = self._share(shared)
-            except RegistryError as error:
-                errors = [str(error)]
+            errors = self._share(shared)
             for text in errors:
                 log.warning("versions can't be shared", error=text)
             with self._lock:
@@ -156,28 +154,31 @@ class Sharing:
             self._is_exchanging = False
 
     def _share(self, shared: SharedRegistry) -> list[str]:
-        """Push, fetch and pool once; return why single versions couldn't be fetched. Raises RegistryError for the rest."""
+        """Push, fetch and pool once; none keeps another from being tried. Return what went wrong."""
         with self._lock:
             active = self._manifest_of_active()
             paths = [engine.hello.target_path for engine in self._eligible.connected() if engine.hello is not None]
             targets = {digest: path for path in sorted(paths) if (digest := self._drafters.digest_of(path))}
+        errors = list[str]()
         if active is not None and self._settings.publish and _is_made_here(active) and active.sha256 not in self._seen:
-            self._note("pushed", active, shared.push(active.version))
+            with _noting(errors):
+                self._note("pushed", active, shared.push(active.version))
+        with _noting(errors):
+            self._fetch(shared, active, targets, errors)
+        with _noting(errors):
+            self._pool(shared)
+        return list(dict.fromkeys(errors))  # a registry out of reach has one reason
+
+    def _fetch(self, shared: SharedRegistry, active: Manifest | None, targets: dict[str, str], errors: list[str]) -> None:
         newest = {manifest.target_sha256: manifest for manifest in shared.missing(targets)}
-        errors = []
         for manifest in newest.values():
             if not _is_news(manifest, active) or manifest.sha256 in self._seen:
                 continue
-            try:
+            with _noting(errors):  # the other targets' versions may be sound
                 made = shared.fetch(manifest, targets[manifest.target_sha256])
-            except RegistryError as error:  # the other targets' versions may be sound
-                errors.append(str(error))
-                continue
-            self._note("fetched", made, True)
-            with self._lock:
-                self._untried[made.version] = made
-        self._pool(shared)
-        return errors
+                self._note("fetched", made, True)
+                with self._lock:
+                    self._untried[made.version] = made
 
     def _pool(self, shared: SharedRegistry) -> None:
         """Tell others how the versions on trial do here, and hear how they do there."""
@@ -273,6 +274,14 @@ class Sharing:
             return {}
         fetched = [one for one in self._drafters.registry.versions() if one.state == "ready" and one.origin]
         return {one.version: one for one in fetched if one.trial_key not in tried}
+
+
+@contextmanager
+def _noting(errors: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except RegistryError as error:
+        errors.append(str(error))
 
 
 def _is_news(manifest: Manifest, active: Manifest | None) -> bool:

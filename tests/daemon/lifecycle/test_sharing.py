@@ -184,6 +184,23 @@ def test_a_place_that_fails_is_said_and_harms_nothing_else(make_host: Callable[.
     assert one.service.problems == []
 
 
+def test_a_host_that_can_not_push_still_fetches(make_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = make_host("one", try_fetched=False), make_host("other", try_fetched=False)
+    push = SharedRegistry.push
+
+    def read_only(self: SharedRegistry, version: str) -> bool:
+        if self._registry is other.service.drafters.registry:
+            raise RegistryError("can't push: permission denied")
+        return push(self, version)
+
+    monkeypatch.setattr(SharedRegistry, "push", read_only)
+    other.promote(other.make(1.0).version)
+    wait_for(lambda: "permission denied" in other.shared()["last_error"], "the error")
+    one.promote(one.make(2.0).version)
+    wait_for(lambda: other.shared()["fetched"] == 1, "the fetch")
+    assert other.shared()["pushed"] == 0
+
+
 def test_credentials_of_the_url_are_shown_to_nobody(make_host: Callable[..., Host]) -> None:
     host = make_host("one", url="memory://key:secret@bucket/honed")
     assert host.shared()["url"] == "memory://bucket/honed"
