@@ -75,14 +75,21 @@ class SparseMLP(nn.Module):
         shares, chosen = self.gate(rows).float().softmax(-1).topk(self.top_k)
         if self.renormalizes:
             shares = shares / shares.sum(-1, keepdim=True)
-        made = torch.sigmoid(self.shared_expert_gate(rows)) * self.shared_expert(rows)
-        for expert in chosen.unique().tolist():
-            row, slot = (chosen == expert).nonzero(as_tuple=True)
-            gate, up = F.linear(rows[row], self.gate_up[expert]).chunk(2, dim=-1)
-            out = F.linear(F.silu(gate) * up, self.down[expert])
-            made = made.index_add(0, row, (out * shares[row, slot, None]).to(made.dtype))
-        summed: Tensor = made.view(x.shape)
-        return summed
+        shared: Tensor = torch.sigmoid(self.shared_expert_gate(rows)) * self.shared_expert(rows)
+        routed = (self._experts_of(rows, chosen) * shares[:, :, None]).sum(1)
+        return (shared + routed.to(shared.dtype)).view(x.shape)
+
+    def _experts_of(self, rows: Tensor, chosen: Tensor) -> Tensor:  # [N, H], [N, top_k] -> [N, top_k, H]
+        """Apply its experts to each row, sorted by expert: the device is waited for once."""
+        order = chosen.flatten().argsort(stable=True)
+        counts: list[int] = chosen.flatten().bincount(minlength=len(self.gate_up)).tolist()
+        ordered, made, first = rows[:, None].expand(-1, self.top_k, -1).flatten(0, 1)[order], list[Tensor](), 0
+        for expert, count in enumerate(counts):
+            if count:
+                gate, up = F.linear(ordered[first : first + count], self.gate_up[expert]).chunk(2, dim=-1)
+                made.append(F.linear(F.silu(gate) * up, self.down[expert]))
+                first += count
+        return torch.cat(made)[order.argsort()].view(*chosen.shape, -1)
 
 
 class Layer(nn.Module):
