@@ -170,12 +170,11 @@ contract: setup
 	@$(BIN)/python -m pytest tests/attach/contract/test_contract.py
 
 # Every benchmark is one module of benchmarks/, which says in its docstring what it measures and how long it takes.
-BENCHMARKS := decide hotpath scrape gain regret trees trees-replay kernels against-vllm canary fleet gate swap capture yield busy overhead recalib adapt against-speculators
+BENCHMARKS := decide hotpath scrape gain regret trees kernels against-vllm canary fleet gate swap capture yield busy overhead recalib adapt against-speculators
 MODULE_kernels := kernel_bench
 MODULE_yield := latency.yielding
 MODULE_busy := latency.busy
 MODULE_gain := simulated.gain
-MODULE_trees-replay := simulated.trees_replay
 MODULE_against-speculators := peers.against_speculators
 bench: $(BENCHMARKS:%=bench-%)
 
@@ -184,8 +183,8 @@ gpu: setup
 	@echo "== everything that only a CUDA GPU can show (nine minutes at most; without a GPU a dry run)"
 	@$(BIN)/python -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(if $(RESUME),--resume)
 
-bench-scrape bench-regret bench-trees bench-trees-replay bench-kernels bench-against-vllm bench-canary bench-gate: export OMP_NUM_THREADS = 1
-bench-scrape bench-regret bench-trees bench-trees-replay bench-kernels bench-against-vllm bench-canary bench-gate: export OPENBLAS_NUM_THREADS = 1
+bench-scrape bench-regret bench-trees bench-kernels bench-against-vllm bench-canary bench-gate: export OMP_NUM_THREADS = 1
+bench-scrape bench-regret bench-trees bench-kernels bench-against-vllm bench-canary bench-gate: export OPENBLAS_NUM_THREADS = 1
 bench-recalib: build/zoo/torchvision
 bench-against-speculators: build/speculators
 bench-%: setup

@@ -27,7 +27,7 @@ MAY_IMPORT = {
 """Folder -> folders of ours, beside itself."""
 
 LAYERS: dict[str, tuple[set[str], ...]] = {
-    "adapt": ({"models", "protocol"}, {"acceptance"}, {"steps", "monitor"}, {"lengths"}, {"control"}, {"replay"}, {"trees"}),
+    "adapt": ({"models", "protocol"}, {"acceptance"}, {"steps", "monitor"}, {"lengths"}, {"control"}, {"replay"}),
     "attach": (
         {"contract", "events", "swap"},
         {"trees"},
@@ -48,7 +48,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"process"},
         {"commands"},
     ),
-    "kernels": ({"cache", "capture", "events", "training", "trees", "verify"}, {"recurrent"}),
+    "kernels": ({"cache", "capture", "training", "trees", "verify"}, {"recurrent"}),
     "recalib": ({"config", "registry"}, {"drafter", "samples"}, {"training"}, {"gate"}, {"process"}),
 }
 """Inside a top folder, from the bottom up: a folder imports itself and what lies in layers below its own."""

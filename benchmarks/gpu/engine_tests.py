@@ -56,7 +56,7 @@ KERNELS: list[Chosen] = [
     ("v2-async", "tests/kernels/training", [*ON_GPU, "-k", "33"]),
     ("v2-async", "tests/recalib/training", [*ON_GPU, "-k", "gradients"]),
     ("v2-async", "tests/recalib/training", [*ON_GPU, "-k", "not gradients"]),
-    *(("v2-async", f"tests/kernels/{folder}", ON_GPU) for folder in ("cache", "capture", "events")),
+    *(("v2-async", f"tests/kernels/{folder}", ON_GPU) for folder in ("cache", "capture")),
     ("v2-async", "tests/attach/capture", ON_GPU),
     ("v2-async", "tests/attach/swap/test_staging.py", ON_GPU),
 ]

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.case import Case, Goal, Run, Work
-from honed.adapt.trees.draft_tree import build_tree
 from honed.kernels.trees import reference
 from honed.kernels.trees.top_candidates import top_candidates
 from honed.kernels.trees.tree_build import allocate, tree_build
+from honed.kernels.trees.tree_build_host import build_on_host
 
 QWEN_VOCABULARY = 151_936
 
@@ -50,7 +50,7 @@ def tree_work(b: int, d: int, m: int, budget: int, device: torch.device) -> Work
     trees = allocate(b, budget, device)
 
     def on_the_host() -> object:
-        return [build_tree(rows, budget) for rows in log_probs.cpu().numpy()]
+        return build_on_host(log_probs, ids, budgets, None, allocate(b, budget, "cpu"))
 
     return Work(
         lambda: tree_build(log_probs, ids, budgets, budget, out=trees),

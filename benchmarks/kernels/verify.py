@@ -1,4 +1,4 @@
-"""Cases of the ops after the target's pass: `verify_chain`, `verify_tree`, `walk_tree` and `pack_events`."""
+"""Cases of the ops after the target's pass: `verify_chain` and `walk_tree`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.case import Case, Goal, Run, Work
-from honed.kernels.events.layout import EventLayout
-from honed.kernels.events.pack_events import EventBuffer, pack_events
 from honed.kernels.verify import reference
 from honed.kernels.verify.verify_chain import verify_chain
-from honed.kernels.verify.verify_tree import verify_tree
 from honed.kernels.verify.walk_tree import walk_tree
 
 QWEN_VOCABULARY = 151_936
@@ -22,7 +19,7 @@ CERTAIN = 40.0
 """Added to a logit, it makes its token almost certain."""
 GOAL = Goal("cost:reading the logits once", at_most=1.2)
 
-# Letters: B requests, K draft tokens, N tree nodes, V vocabulary, D depths, m candidates.
+# Letters: B requests, K draft tokens, N tree nodes, V vocabulary.
 
 
 def chain_work(b: int, k: int, v: int, is_greedy: bool, has_q: bool, device: torch.device) -> Work:
@@ -112,37 +109,6 @@ def tree_of(b: int, n: int, v: int, device: torch.device) -> tuple[torch.Tensor,
     return tokens, parents.int().repeat(b, 1), (parents + 2).int().repeat(b, 1)
 
 
-def tree_work(b: int, n: int, v: int, temperature: float, device: torch.device) -> Work:
-    """Walk to the end of the chain, in trees of N nodes."""
-    torch.manual_seed(0)
-    tokens, parents, depths = tree_of(b, n, v, device)
-    chain = int(depths.max())
-    logits = torch.randn(b, n + 1, v, device=device, dtype=torch.bfloat16)
-    logits[:, :chain].scatter_(2, tokens[:, :chain].long()[:, :, None], CERTAIN)
-    seeds, positions = torch.arange(b, device=device), torch.full((b,), 1000, device=device)
-    q_temperature = torch.full((b,), temperature, device=device)
-    arguments = (logits, tokens, parents, depths, q_temperature, seeds, positions, chain)
-
-    def draw() -> object:
-        if temperature == 0.0:
-            return logits.argmax(-1)
-        p = logits.float().softmax(-1)
-        return (p / torch.empty_like(p).exponential_()).argmax(-1)
-
-    alternatives: dict[str, Run] = {"a draw at every node, without the walk": draw}
-    if device.type == "cuda":
-        alternatives["a draw at every node, compiled"] = torch.compile(draw)
-    else:
-        alternatives["plain twin"] = lambda: reference.verify_tree(*arguments)
-    return Work(
-        lambda: verify_tree(*arguments),
-        bytes_moved=logits.nbytes,
-        alternatives=alternatives,
-        yardsticks={"reading the logits once": lambda: logits.amax(-1)},
-        is_graphed=True,
-    )
-
-
 def walk_work(b: int, n: int, device: torch.device) -> Work:
     """Walk to the end of the chain by drawn tokens, outside of a graph, as an engine does."""
     torch.manual_seed(0)
@@ -154,36 +120,6 @@ def walk_work(b: int, n: int, device: torch.device) -> Work:
     return Work(lambda: walk_tree(*arguments), alternatives={"plain twin": lambda: reference.walk_tree(*arguments)})
 
 
-def pack_work(b: int, k: int, d: int, m: int, device: torch.device) -> Work:
-    """Copy a step's events of chains with candidates to the host."""
-    layout = EventLayout(b, k, depths=d, candidates=m)
-    buffer = EventBuffer.of(layout, device)
-
-    def ints(*shape: int) -> torch.Tensor:
-        return torch.randint(k, shape, device=device, dtype=torch.int32)
-
-    step, count = torch.zeros(1, device=device, dtype=torch.int64), torch.full((1,), b, device=device, dtype=torch.int32)
-    columns = (ints(b), ints(b), ints(b), ints(b, k))
-    candidates, log_probs = ints(b, d, m), torch.randn(b, d, m, device=device)
-    is_gpu = device.type == "cuda"
-    pinned = torch.empty(layout.size_bytes, dtype=torch.uint8, pin_memory=is_gpu)
-    sources = [count, *columns, candidates, log_probs]
-    apart = [torch.empty(x.shape, dtype=x.dtype, pin_memory=is_gpu) for x in sources]
-
-    def ours() -> object:
-        pack_events(buffer, step, count, *columns, candidates=candidates, log_probs=log_probs)
-        return pinned.copy_(buffer.data, non_blocking=True)
-
-    def copies() -> object:
-        return [place.copy_(x, non_blocking=True) for place, x in zip(apart, sources, strict=True)]
-
-    return Work(
-        ours,
-        bytes_moved=2 * layout.size_bytes,
-        alternatives={"a copy for each tensor": copies},
-    )
-
-
 def chain_case(b: int, k: int, v: int, is_greedy: bool, has_q: bool, on: Any, *goals: Goal) -> Case:
     """A case of `verify_chain`."""
     how = "greedy" if is_greedy else "sampled, full q" if has_q else "sampled"
@@ -192,23 +128,12 @@ def chain_case(b: int, k: int, v: int, is_greedy: bool, has_q: bool, on: Any, *g
     )
 
 
-def tree_case(b: int, n: int, v: int, temperature: float, on: Any, *goals: Goal) -> Case:
-    """A case of `verify_tree`."""
-    shape = f"T {temperature:g}: batch {b}, {n} nodes, V {v}"
-    return Case("verify_tree", shape, on, partial(tree_work, b, n, v, temperature), goals)
-
-
 CASES = [
     chain_case(64, 15, QWEN_VOCABULARY, True, False, "cuda", GOAL),
     chain_case(64, 15, QWEN_VOCABULARY, False, False, "cuda", GOAL),
     chain_case(64, 15, QWEN_VOCABULARY, False, True, "cuda", GOAL),
     chain_case(1, 15, QWEN_VOCABULARY, False, False, "cuda"),
-    tree_case(64, 32, QWEN_VOCABULARY, 0.0, "cuda", GOAL),
-    tree_case(64, 32, QWEN_VOCABULARY, 1.0, "cuda", GOAL),
     Case("walk_tree", "batch 64, 32 nodes", "cuda", partial(walk_work, 64, 32)),
-    Case("pack_events", "batch 64, 15 drafts, 8 candidates", "cuda", partial(pack_work, 64, 15, 15, 8)),
     chain_case(4, 7, 32_000, False, False, "cpu"),
-    tree_case(4, 15, 32_000, 1.0, "cpu"),
     Case("walk_tree", "batch 8, 15 nodes", "cpu", partial(walk_work, 8, 15)),
-    Case("pack_events", "batch 64, 15 drafts, 8 candidates", "cpu", partial(pack_work, 64, 15, 15, 8)),
 ]

@@ -80,17 +80,3 @@ def _continue_with_its_own_cache(model: PreTrainedModel, prompts: Tensor, num_to
         cache = found.past_key_values
         pieces.append(found.logits[:, -1].argmax(-1, keepdim=True))
     return torch.cat(pieces, dim=1)
-
-
-@torch.inference_mode()
-def continue_sampled(
-    model: Qwen3ForCausalLM, prompts: Tensor, num_tokens: int, temperature: float, seed: int
-) -> Tensor:  # [S, P] -> [S, P + num]
-    """Continue by sampling at a temperature above 0."""
-    generator = torch.Generator().manual_seed(seed)
-    decoder = GreedyDecoder(model, len(prompts), prompts.shape[1] + num_tokens)
-    pieces = [prompts]
-    for _ in range(num_tokens):
-        chances = (decoder.logits(pieces[-1]) / temperature).softmax(-1)
-        pieces.append(torch.multinomial(chances, 1, generator=generator))
-    return torch.cat(pieces, dim=1)

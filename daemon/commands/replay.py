@@ -76,8 +76,7 @@ def command(
             metavar="[POLICY]...",
             show_default=False,
             help="static:K, static (each K), table:BATCH=K,BATCH=K (K up to that batch size), table (from the settings), "
-            "goodput, latency, threshold, kelly, tide, ema. Without any: static and goodput. With --trees: none, chain:K, "
-            "tree:B, calibrated:B, caddtree, shared, honed.",
+            "goodput, latency, threshold, kelly, tide, ema. Without any: static and goodput.",
         ),
     ] = None,
     engine: Annotated[str, typer.Option(help="Engine; optional if there is only one.")] = "",
@@ -87,22 +86,9 @@ def command(
     last: Annotated[str, typer.Option(help="The last 10m, 2h, 1d. Without a span: the latest 200,000 rounds.")] = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed of random draws.")] = 0,
     state_dir: Annotated[Path | None, typer.Option(help="The daemon's state folder.")] = None,
-    trees: Annotated[Path | None, typer.Option(help="Replay draft trees instead, on this candidate log (JSON lines).")] = None,
-    cost: Annotated[str, typer.Option(help="With --trees: cpu, gpu (the default), or a step-time model's coefficients.")] = "",
-    batch: Annotated[
-        list[int] | None, typer.Option(help="With --trees: concurrent requests (default: 1); may be repeated.")
-    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Predict the result of other draft-length rules on the stored log. Needs no daemon."""
-    if trees is not None:
-        if engine or since or until or last or state_dir:
-            text = "the file is the log: --engine, --since, --until, --last and --state-dir don't apply to it"
-            raise typer.BadParameter(text, param_hint="--trees")
-        _command_trees(trees, tuple(policies or ()), workload, cost or "gpu", tuple(batch or (1,)), seed, as_json)
-        return
-    if cost or batch:
-        raise typer.BadParameter("it applies to draft trees: give --trees too", param_hint="--cost" if cost else "--batch")
     if last and since:
         raise typer.BadParameter("give either --last or --since", param_hint="--last")
     now_s = time.time()
@@ -119,17 +105,6 @@ def command(
     )
     try:
         emit(replay(settings.paths.database, question), as_json, render)
-    except ReplayError as error:
-        fail(str(error), cure=error.cure, exit_code=error.exit_code)
-
-
-def _command_trees(
-    path: Path, policies: tuple[str, ...], workload: str, cost: str, batches: tuple[int, ...], seed: int, as_json: bool
-) -> None:
-    from honed.daemon.commands.replay_trees import TreeQuestion, render, replay_trees
-
-    try:
-        emit(replay_trees(path, TreeQuestion(policies, workload, cost, batches, seed)), as_json, render)
     except ReplayError as error:
         fail(str(error), cure=error.cure, exit_code=error.exit_code)
 

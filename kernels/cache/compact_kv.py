@@ -8,7 +8,7 @@ Why in place is safe: parents precede children, so a path rises and path[i − 1
 step i overwrites is at or below every source of the later steps. Steps run in groups of GROUP from the front: all loads of a
 group, a barrier, all its stores. So within a group everything is read before anything is written, and no later group reads what
 an earlier one wrote. Programs share nothing: each has its own layer, request and columns of the row. This needs a rising path
-(verify_tree returns one) and slots that no other request has.
+(walk_tree returns one) and slots that no other request has.
 
 Moves: 2 · Σ rows that move · row bytes · planes, which at copy bandwidth is the floor; plus 8 bytes of slot and 4 of path per
 row and program.

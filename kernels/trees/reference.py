@@ -20,6 +20,8 @@ GREEDY_TEMPERATURE = 1e-5
 """vLLM samples greedily below it. Likely tokens then follow from the drafter's own distribution (temperature 1)."""
 MAX_DEPTHS = 16
 MAX_CANDIDATES = 16
+NUM_CANDIDATES = 8
+"""Tokens a depth from which an engine's trees grow."""
 ROOT = -1
 _LOW_32 = 0xFFFF_FFFF
 _LAST_ID = 0x7FFF_FFFF
@@ -80,11 +82,9 @@ def tree_build(
     ids: torch.Tensor,  # the same
     budgets: torch.Tensor,  # [B]
     max_nodes: int,  # N
-    off_chain: torch.Tensor | None = None,  # [B, D, m]
-    is_chain_first: bool = False,
     candidates: torch.Tensor | None = None,  # [B, D, P, m]
 ) -> DraftTrees:
-    """Build every request's best tree of at most min(its budget, N) nodes: that of `adapt.trees.draft_tree`, ties included.
+    """Build every request's best tree of at most min(its budget, N) nodes.
 
     Every admitted node, and the anchor, has exactly one child that may come next: the heap is one slot a node. Slots are
     compared by score, then by a key of their node's depth and path of ranks, four bits each: (depth − 8)·2^60 + path. A score
@@ -95,18 +95,14 @@ def tree_build(
     """
     num_requests, num_depths, num_rows, num_candidates = (log_probs[:, :, None] if log_probs.ndim == 3 else log_probs).shape
     device = log_probs.device
-    shape = num_requests, num_depths, num_rows, num_candidates
-    on, off = log_probs.double().reshape(shape), (log_probs if off_chain is None else off_chain).double().reshape(shape)
-    room = num_requests, 2, num_depths + 1, num_rows, num_candidates + 1
+    room = num_requests, num_depths + 1, num_rows, num_candidates + 1
     table = torch.full(room, float("-inf"), dtype=torch.float64, device=device)
-    table[:, 0, :-1, :, :-1], table[:, 1, :-1, :, :-1] = on, off
+    table[:, :-1, :, :-1] = log_probs.double().reshape(num_requests, num_depths, num_rows, num_candidates)
     flat = table.flatten(1)
 
-    def score_of(
-        above: torch.Tensor, path: torch.Tensor, depth: torch.Tensor, row: torch.Tensor, rank: torch.Tensor
-    ) -> torch.Tensor:
-        """Score the candidate `rank` below nodes [B] of a depth, a path and a row of the table."""
-        at = (((path != 0).long() * (num_depths + 1) + depth) * num_rows + row) * (num_candidates + 1) + rank
+    def score_of(above: torch.Tensor, depth: torch.Tensor, row: torch.Tensor, rank: torch.Tensor) -> torch.Tensor:
+        """Score the candidate `rank` below nodes [B] of a depth and a row of the table."""
+        at = (depth * num_rows + row) * (num_candidates + 1) + rank
         score = above + flat.gather(1, at[:, None])[:, 0]
         return torch.where(score.isfinite(), score, float("-inf"))
 
@@ -118,21 +114,18 @@ def tree_build(
     num_words = words_of(max_nodes)
     attends = torch.zeros((num_requests, max_nodes + 1, num_words * 32), dtype=torch.bool, device=device)
     attends[:, 0, 0] = True
-    slots = torch.arange(max_nodes + 1, device=device)
     pending = torch.full((num_requests, max_nodes + 1), float("-inf"), dtype=torch.float64, device=device)
     above = torch.zeros_like(pending)
     key = torch.zeros((num_requests, max_nodes + 1), dtype=torch.int64, device=device)
     rank_of = torch.zeros_like(key)
     key[:, 0] = -(2**63)
     row_of = torch.zeros_like(key)
-    pending[:, 0] = score_of(above[:, 0], zero, zero, zero, zero)
-    chain = on[:, :, 0, 0].cumsum(1).isfinite().cumprod(1).sum(1) if is_chain_first and num_candidates else zero
+    pending[:, 0] = score_of(above[:, 0], zero, zero, zero)
     num_nodes = zero.clone()
 
     for n in range(max_nodes):
-        pick = torch.where((n < chain)[:, None] & (slots != n), float("-inf"), pending)
-        score = pick.amax(1)
-        tied = torch.where(pick == score[:, None], key, 2**63 - 1)
+        score = pending.amax(1)
+        tied = torch.where(pending == score[:, None], key, 2**63 - 1)
         slot = tied.argmin(1, keepdim=True)
         is_new = (score > float("-inf")) & (n < budgets)
         own_key, rank = key.gather(1, slot)[:, 0], rank_of.gather(1, slot)[:, 0]
@@ -149,11 +142,11 @@ def tree_build(
         attends[:, n + 1] = row & is_new[:, None]
         num_nodes += is_new
         # The sibling takes the slot, the first child a new one.
-        sibling = score_of(above.gather(1, slot)[:, 0], path, depth, row_above, rank + 1)
+        sibling = score_of(above.gather(1, slot)[:, 0], depth, row_above, rank + 1)
         pending.scatter_(1, slot, torch.where(is_new, sibling, pending.gather(1, slot)[:, 0])[:, None])
         rank_of.scatter_(1, slot, (rank + is_new)[:, None])
         longer = path * 16 + rank  # wraps at the last depth, which has no children
-        child = score_of(score, longer, (depth + 1).clamp(max=num_depths), own_row, zero)
+        child = score_of(score, (depth + 1).clamp(max=num_depths), own_row, zero)
         pending[:, n + 1] = torch.where(is_new, child, pending[:, n + 1])
         above[:, n + 1], row_of[:, n + 1] = score, own_row
         key[:, n + 1] = ((depth - 7) << 60) + longer

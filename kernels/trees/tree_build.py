@@ -1,9 +1,8 @@
 """Best-first draft trees of a whole batch, one program a request, without synchronising with the host.
 
-Computes: reference.tree_build, which is `adapt.trees.draft_tree.build_tree`'s tree, ties included: the same float64 sums in the
-same order. Nodes are admitted one after the other. The heap has one slot a node, in registers: the node's next child. So
-popping the best is one reduction over (score, key, slot) and pushing is two writes. Ancestor masks come after the last node, by
-pointer jumping (log₂ D gathers a word).
+Computes: reference.tree_build, ties included: the same float64 sums in the same order. Nodes are admitted one after the other.
+The heap has one slot a node, in registers: the node's next child. So popping the best is one reduction over (score, key, slot)
+and pushing is two writes. Ancestor masks come after the last node, by pointer jumping (log₂ D gathers a word).
 Moves: B·(D·m·8 + N·(32 + 4·W)) bytes, some 0.3 MB at batch 64, budget 32, top-8 of 15 depths: negligible. The floor is latency,
 N dependent reductions of a warp. The warp is alone in its program, so none of them waits at a barrier.
 A next token's probability may depend on the token before (`candidates`), as a DFlash2 drafter's does: the table then has a row
@@ -20,7 +19,6 @@ from typing import Any
 
 import torch
 
-from honed.kernels.trees import reference
 from honed.kernels.trees.reference import MAX_CANDIDATES, MAX_DEPTHS, DraftTrees, words_of
 from honed.kernels.trees.tree_build_host import build_on_host
 
@@ -43,20 +41,11 @@ if triton is not None:
             tl.where(is_first, place, other_place),
         )
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def _log_prob(  # type: ignore[no-untyped-def]
-        p_on, p_off, path, depth, row, rank, D: tl.constexpr, P: tl.constexpr, M: tl.constexpr, HAS_OFF: tl.constexpr
-    ):
-        """Log-probability of the candidate `rank` below a node of this depth, path and row; −inf if there is none."""
-        is_in = (depth < D) & (rank < M)
+    @triton.jit
+    def _log_prob(p_table, depth, row, rank, D: tl.constexpr, P: tl.constexpr, M: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Log-probability of the candidate `rank` below a node of this depth and row; −inf if there is none."""
         at = (depth * P + row) * M + rank
-        if HAS_OFF:
-            b_on = tl.load(p_on + at, mask=is_in & (path == 0), other=float("-inf"))
-            b_off = tl.load(p_off + at, mask=is_in & (path != 0), other=float("-inf"))
-            b_x = tl.where(path == 0, b_on, b_off)
-        else:
-            b_x = tl.load(p_on + at, mask=is_in, other=float("-inf"))
-        return b_x.to(tl.float64)
+        return tl.load(p_table + at, mask=(depth < D) & (rank < M), other=float("-inf")).to(tl.float64)
 
     @triton.jit
     def _finite(b_x):  # type: ignore[no-untyped-def]
@@ -65,7 +54,6 @@ if triton is not None:
     @triton.jit  # type: ignore[untyped-decorator]
     def _tree_build_kernel(  # type: ignore[no-untyped-def]
         log_probs_ptr,
-        off_chain_ptr,
         ids_ptr,
         candidates_ptr,
         budgets_ptr,
@@ -82,23 +70,14 @@ if triton is not None:
         M: tl.constexpr,
         W: tl.constexpr,
         BLOCK: tl.constexpr,
-        BLOCK_D: tl.constexpr,
         BLOCK_W: tl.constexpr,
         JUMPS: tl.constexpr,
-        HAS_OFF: tl.constexpr,
-        IS_CHAIN_FIRST: tl.constexpr,
     ):
         i_b = tl.program_id(0).to(tl.int64)
         o_n = tl.arange(0, BLOCK)
-        p_on, p_off = log_probs_ptr + i_b * D * P * M, off_chain_ptr + i_b * D * P * M
+        p_table = log_probs_ptr + i_b * D * P * M
         p_ids, p_candidates = ids_ptr + i_b * D * P * M, candidates_ptr + i_b * D * P * M
         budget = tl.minimum(tl.load(budgets_ptr + i_b), N).to(tl.int32)
-        chain = 0
-        if IS_CHAIN_FIRST:
-            o_d = tl.arange(0, BLOCK_D)
-            b_first = tl.load(p_on + o_d * M, mask=o_d < D, other=float("-inf"))
-            is_open = (b_first > float("-inf")) & (b_first < float("inf"))
-            chain = tl.min(tl.where(is_open, BLOCK_D, o_d), axis=0)
 
         # Slot 0 is the anchor's next child, slot n + 1 node n's; the last node needs none.
         ROOT_KEY: tl.constexpr = -(2**63)
@@ -107,7 +86,7 @@ if triton is not None:
         b_key = tl.full([BLOCK], ROOT_KEY, tl.int64)
         b_rank = tl.zeros([BLOCK], tl.int32)
         b_row = tl.zeros([BLOCK], tl.int32)
-        first = _finite(tl.load(p_on).to(tl.float64))
+        first = _finite(tl.load(p_table).to(tl.float64))
         b_next = tl.where(o_n == 0, first, float("-inf"))
         b_parent = tl.full([BLOCK], -1, tl.int32)
         b_ranks = tl.zeros([BLOCK], tl.int32)
@@ -117,10 +96,7 @@ if triton is not None:
 
         num = 0
         while num < budget:
-            b_pick = b_next
-            if IS_CHAIN_FIRST:
-                b_pick = tl.where((num < chain) & (o_n != num), float("-inf"), b_next)
-            score, key, place = tl.reduce((b_pick, b_key, (o_n * 16 + b_rank) * P + b_row), 0, _better)
+            score, key, place = tl.reduce((b_next, b_key, (o_n * 16 + b_rank) * P + b_row), 0, _better)
             if score > float("-inf"):
                 slot, rank, row = place // (16 * P), place // P % 16, place % P
                 depth = (key >> 60).to(tl.int32) + 8
@@ -137,9 +113,9 @@ if triton is not None:
                 num += 1
                 # The sibling takes the slot, the first child a new one.
                 is_slot, is_child = o_n == slot, o_n == num
-                b_sibling = _finite(b_above + _log_prob(p_on, p_off, path, depth, row, rank + 1, D, P, M, HAS_OFF))
+                b_sibling = _finite(b_above + _log_prob(p_table, depth, row, rank + 1, D, P, M))
                 longer = path * 16 + rank  # wraps at the last depth, which has no children
-                child = _finite(score + _log_prob(p_on, p_off, longer, depth + 1, own_row, 0, D, P, M, HAS_OFF))
+                child = _finite(score + _log_prob(p_table, depth + 1, own_row, 0, D, P, M))
                 b_next = tl.where(is_slot, b_sibling, tl.where(is_child, child, b_next))
                 b_rank = tl.where(is_slot, rank + 1, b_rank)
                 b_above = tl.where(is_child, score, b_above)
@@ -190,23 +166,20 @@ def tree_build(
     budgets: torch.Tensor,  # [B]
     max_nodes: int,  # N: capacity, and the highest possible budget
     *,
-    off_chain: torch.Tensor | None = None,  # [B, D, m]
-    is_chain_first: bool = False,
     candidates: torch.Tensor | None = None,  # [B, D, P, m]
     out: DraftTrees | None = None,
 ) -> DraftTrees:
     """Build every request's best tree of at most min(its budget, N) nodes; Triton on a GPU, its plain twin elsewhere.
 
-    `top_candidates` makes `log_probs` and `ids` from logits. `adapt.trees.draft_tree` explains `off_chain` and
-    `is_chain_first`. The order of candidates isn't checked; one that isn't finite is never drafted.
+    `top_candidates` makes `log_probs` and `ids` from logits. The order of candidates isn't
+    checked; one that isn't finite is never drafted.
 
     Args:
         candidates: each token's place among its depth's P candidates. The children of a node at place p are row p of the depth
             below; those of the anchor are row 0.
 
     Raises:
-        ValueError: shapes don't fit each other, or there are more depths, candidates or nodes than a key has room for; or
-            `candidates` is given with an option that it doesn't go with.
+        ValueError: shapes don't fit each other, or there are more depths, candidates or nodes than a key has room for.
     """
     shape = tuple(log_probs.shape)
     if candidates is not None:
@@ -214,15 +187,12 @@ def tree_build(
             raise ValueError(
                 f"tree_build: log-probabilities {list(shape)} and candidates {list(candidates.shape)} aren't both [B, D, P, m]"
             )
-        if off_chain is not None or is_chain_first:
-            raise ValueError("tree_build: candidates that depend on the one before go without off_chain and is_chain_first")
         if not 1 <= shape[2] <= MAX_CANDIDATES:
             raise ValueError(f"tree_build: {shape[2]} predecessors, but it takes 1 to {MAX_CANDIDATES}")
-    is_off_fit = off_chain is None or off_chain.shape == shape
-    if len(shape) != (3 if candidates is None else 4) or ids.shape != shape or budgets.shape != shape[:1] or not is_off_fit:
+    if len(shape) != (3 if candidates is None else 4) or ids.shape != shape or budgets.shape != shape[:1]:
         raise ValueError(
-            f"tree_build: log-probabilities {list(shape)}, ids {list(ids.shape)}, budgets {list(budgets.shape)} and off-chain "
-            f"{None if off_chain is None else list(off_chain.shape)} don't fit: they are [B, D, m], the same, [B] and the same"
+            f"tree_build: log-probabilities {list(shape)}, ids {list(ids.shape)} and budgets {list(budgets.shape)} don't fit: "
+            "they are [B, D, m], the same, and [B]"
         )
     limits = (("depths", shape[1], MAX_DEPTHS), ("candidates", shape[-1], MAX_CANDIDATES), ("nodes", max_nodes, MAX_NODES))
     for what, is_asked, most in limits:
@@ -231,7 +201,7 @@ def tree_build(
     trees = allocate(shape[0], max_nodes, log_probs.device) if out is None else out
     if trees.scores.shape != (shape[0], max_nodes):
         raise ValueError(f"tree_build: `out` has room for {list(trees.scores.shape)} nodes, not [{shape[0]}, {max_nodes}]")
-    _tree_build_op(log_probs, ids, budgets, off_chain, is_chain_first, candidates, *trees)
+    _tree_build_op(log_probs, ids, budgets, candidates, *trees)
     return trees
 
 
@@ -242,8 +212,6 @@ def _tree_build_op(
     log_probs: torch.Tensor,
     ids: torch.Tensor,
     budgets: torch.Tensor,
-    off_chain: torch.Tensor | None,
-    is_chain_first: bool,
     candidates: torch.Tensor | None,
     tokens: torch.Tensor,
     ranks: torch.Tensor,
@@ -255,13 +223,9 @@ def _tree_build_op(
 ) -> None:
     trees = DraftTrees(tokens, ranks, parents, depths, scores, row_masks, num_nodes)
     if log_probs.is_cuda:
-        launch(log_probs, ids, budgets, trees, off_chain, is_chain_first, candidates)
-    elif off_chain is None and not is_chain_first:
-        build_on_host(log_probs, ids, budgets, candidates, trees)
+        launch(log_probs, ids, budgets, trees, candidates)
     else:
-        made = reference.tree_build(log_probs, ids, budgets, scores.shape[1], off_chain, is_chain_first, candidates)
-        for kept, fresh in zip(trees, made, strict=True):
-            kept.copy_(fresh)
+        build_on_host(log_probs, ids, budgets, candidates, trees)
 
 
 @_tree_build_op.register_fake
@@ -274,8 +238,6 @@ def launch(
     ids: torch.Tensor,
     budgets: torch.Tensor,
     trees: DraftTrees,
-    off_chain: torch.Tensor | None = None,
-    is_chain_first: bool = False,
     candidates: torch.Tensor | None = None,
 ) -> None:
     """Run the Triton kernel itself (on a GPU, or under Triton's interpreter) into `trees`; arguments as `tree_build`."""
@@ -287,10 +249,8 @@ def launch(
     if not num_requests:
         return
     block = triton.next_power_of_2(max_nodes)
-    log_probs, off_chain = log_probs.contiguous(), None if off_chain is None else off_chain.contiguous()
     _tree_build_kernel[(num_requests,)](
-        log_probs,
-        log_probs if off_chain is None else off_chain,
+        log_probs.contiguous(),
         ids.contiguous(),
         ids if candidates is None else candidates.contiguous(),
         budgets.contiguous(),
@@ -301,10 +261,7 @@ def launch(
         M=num_candidates,
         W=num_words,
         BLOCK=block,
-        BLOCK_D=triton.next_power_of_2(num_depths),
         BLOCK_W=triton.next_power_of_2(num_words),
         JUMPS=(num_depths - 1).bit_length(),
-        HAS_OFF=off_chain is not None,
-        IS_CHAIN_FIRST=is_chain_first,
         num_warps=max(1, block // 256),
     )

@@ -1,4 +1,4 @@
-"""Plain PyTorch twins of `verify_chain`, `verify_tree` and `walk_tree`, including the noise: same seeds, same tokens.
+"""Plain PyTorch twins of `verify_chain` and `walk_tree`, including the noise: same seeds, same tokens.
 
 Letters: B = requests, K = draft tokens at most, N = tree nodes, V = vocabulary, R = rows of logits.
 """
@@ -135,47 +135,6 @@ def verify_chain(
     kept = torch.nn.functional.pad(draft, (0, 1))
     tokens = torch.where(row < accepted[:, None], kept, torch.where(row == accepted[:, None], bonus[:, None], -1))
     return accepted.int(), tokens.int(), bonus.int()
-
-
-def verify_tree(
-    target_logits: torch.Tensor,  # [B, N + 1, V], or [R, V] with first_rows
-    tokens: torch.Tensor,  # [B, N]
-    parents: torch.Tensor,  # [B, N], −1: the anchor
-    depths: torch.Tensor,  # [B, N], 0: no node
-    temperature: torch.Tensor,  # [B]
-    seeds: torch.Tensor,  # [B] int64
-    positions: torch.Tensor,  # [B] int64
-    max_depth: int,
-    first_rows: torch.Tensor | None = None,  # [B]
-    chunk: int = VOCAB_CHUNK,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Accepted counts [B], path [B, max_depth], tokens [B, max_depth + 1] and bonus tokens [B], int32: see verify_tree.py."""
-    num_requests, num_nodes = tokens.shape
-    logits = rows_of(target_logits, first_rows, num_requests, num_nodes + 1)
-    row = torch.arange(num_nodes + 1, device=tokens.device)
-    requests = torch.arange(num_requests, device=tokens.device)
-    token_of, parent_row, depth_of = (torch.nn.functional.pad(x.long(), (1, 0)) for x in (tokens, parents + 1, depths))
-    is_node = (depth_of > 0) & (parent_row >= 0) & (parent_row < row)
-    current = torch.zeros_like(requests)
-    path = torch.full((num_requests, max_depth), -1, device=tokens.device)
-    emitted = torch.full((num_requests, max_depth + 1), -1, device=tokens.device)
-    is_walking = torch.ones_like(requests, dtype=torch.bool)
-    choice = bonus = current
-    for depth in range(max_depth + 1):
-        clean = clean_logits(logits[requests, current], temperature.float())
-        place = positions.long() + depth_of[requests, current]
-        drawn = draw(softmax(clean), seeds.long(), place, chunk)
-        choice = torch.where(temperature >= GREEDY_BELOW, drawn, clean.argmax(-1))
-        bonus = torch.where(is_walking, choice, bonus)
-        emitted[:, depth] = torch.where(is_walking, choice, -1)
-        if depth == max_depth:
-            break
-        is_child = (parent_row == current[:, None]) & (token_of == choice[:, None]) & is_node
-        child = is_child.int().argmax(-1)
-        is_walking = is_walking & is_child.any(-1)
-        path[:, depth] = torch.where(is_walking, child, -1)
-        current = torch.where(is_walking, child, current)
-    return (path >= 0).sum(-1).int(), path.int(), emitted.int(), bonus.int()
 
 
 def walk_tree(

@@ -1,4 +1,4 @@
-"""Device functions of both verify kernels: clean logits, seeded noise, races.
+"""Device functions of `verify_chain`'s kernels: clean logits, seeded noise, races.
 
 Drawing from weights w is a race: each i finishes after E_i / w_i with E_i exponential, and i is the first with probability w_i
 / Σ w. It runs in two heats: over the masses of VOCAB_CHUNK-wide pieces of the vocabulary, then within the winning piece. So

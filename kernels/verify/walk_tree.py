@@ -28,35 +28,6 @@ All are int64. Past the end is −1. Node n's row is n + 1."""
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def walk_down(  # type: ignore[no-untyped-def]
-        b_parent_row, b_token, p_drawn, max_depth, BIAS: tl.constexpr, ROWS: tl.constexpr, PATH: tl.constexpr
-    ):
-        """Walk one tree: rows' parents and tokens, and the token drawn at each row, plus BIAS, behind a pointer.
-
-        Returns:
-            Number of accepted nodes, the last token, the path, and the emitted tokens.
-        """
-        o_r, o_p = tl.arange(0, ROWS), tl.arange(0, PATH)
-        b_path = tl.full((PATH,), -1, tl.int32)
-        b_out = tl.full((PATH,), -1, tl.int32)
-        choice = tl.load(p_drawn).to(tl.int32) - BIAS
-        current = choice * 0
-        accepted = current
-        is_walking = accepted < max_depth
-        while is_walking:
-            child = tl.min(tl.where((b_parent_row == current) & (b_token == choice) & (o_r > current), o_r, ROWS), axis=0)
-            is_walking = child < ROWS
-            if is_walking:
-                b_path = tl.where(o_p == accepted, child, b_path)
-                b_out = tl.where(o_p == accepted, choice, b_out)
-                accepted += 1
-                current = child
-                choice = tl.load(p_drawn + child).to(tl.int32) - BIAS
-                is_walking = accepted < max_depth
-        b_out = tl.where(o_p == accepted, choice, b_out)
-        return accepted, choice, b_path, b_out
-
-    @triton.jit  # type: ignore[untyped-decorator]
     def _walk_kernel(
         token_ptr: tl.tensor,
         parent_ptr: tl.tensor,
@@ -76,9 +47,24 @@ if triton is not None:
         m_n = (o_r > 0) & (o_r <= num_nodes) & (o_r <= tl.load(num_verified_ptr + i_b))
         b_parent_row = tl.load(parent_ptr + o_n, mask=m_n, other=-2).to(tl.int32) + 1
         b_token = tl.load(token_ptr + o_n, mask=m_n, other=-1).to(tl.int32)
-        accepted, _, b_path, b_out = walk_down(
-            b_parent_row, b_token, drawn_ptr + i_b * (num_nodes + 1), max_depth, 0, ROWS, PATH
-        )
+        p_drawn = drawn_ptr + i_b * (num_nodes + 1)
+        b_path = tl.full((PATH,), -1, tl.int32)
+        b_out = tl.full((PATH,), -1, tl.int32)
+        choice = tl.load(p_drawn).to(tl.int32)
+        current = choice * 0
+        accepted = current
+        is_walking = accepted < max_depth
+        while is_walking:
+            child = tl.min(tl.where((b_parent_row == current) & (b_token == choice) & (o_r > current), o_r, ROWS), axis=0)
+            is_walking = child < ROWS
+            if is_walking:
+                b_path = tl.where(o_p == accepted, child, b_path)
+                b_out = tl.where(o_p == accepted, choice, b_out)
+                accepted += 1
+                current = child
+                choice = tl.load(p_drawn + child).to(tl.int32)
+                is_walking = accepted < max_depth
+        b_out = tl.where(o_p == accepted, choice, b_out)
         tl.store(path_ptr + i_b * max_depth + o_p, b_path, mask=o_p < max_depth)
         tl.store(emitted_ptr + i_b * (max_depth + 1) + o_p, b_out, mask=o_p <= max_depth)
         tl.store(num_accepted_ptr + i_b, accepted)

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from honed.adapt.protocol.wire import EventBatch
-from honed.adapt.trees.draft_tree import ROOT, build_tree
 from tests.adapt.simulate import make_batch
+from tests.kernels.draft_tree import ROOT, build_tree
 
 DEPTHS, CANDIDATES = 7, 8
 

@@ -14,14 +14,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from honed.kernels.cache import compact_kv
+from honed.kernels.cache.compact_kv import KvPlanes
 from honed.kernels.capture import context_features
 from honed.kernels.recurrent import tree_conv, tree_delta_rule
 from honed.kernels.training import block_loss_goal, block_loss_labels
 from honed.kernels.trees import reference, top_candidates, tree_attention, tree_build, warm_up
 from honed.kernels.trees.tree_attention_plan import Device, choose_plan
-from honed.kernels.verify import walk_tree
+from honed.kernels.verify import verify_chain, walk_tree
+from honed.kernels.verify.verify_chain import ChainVerdict
 
 HALF = torch.bfloat16
+WIDE = "ld.global.v4.b32"
+"""16 bytes a thread."""
 
 
 class Target:
@@ -51,6 +56,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return kernels
 
 
+def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
 def test_context_features(compiled: list[Any]) -> None:
     # Annotations of its parameters that Triton doesn't know kept it from compiling at all; the interpreter doesn't mind them.
     states, rows = torch.zeros(9, 2560, dtype=HALF), torch.zeros(5, dtype=torch.int64)
@@ -58,13 +67,13 @@ def test_context_features(compiled: list[Any]) -> None:
     assert len(compiled) == 1
 
 
-@pytest.mark.parametrize(("max_nodes", "has_options"), [(32, False), (60, True), (256, False)])
-def test_tree_build(compiled: list[Any], max_nodes: int, has_options: bool) -> None:
+@pytest.mark.parametrize("max_nodes", [32, 60, 256])
+def test_tree_build(compiled: list[Any], max_nodes: int) -> None:
     log_probs, ids = torch.zeros(2, 15, 8), torch.zeros(2, 15, 8, dtype=torch.int32)
     trees = tree_build.allocate(2, max_nodes, "cpu")
-    tree_build.launch(log_probs, ids, trees.num_nodes, trees, log_probs if has_options else None, has_options)
+    tree_build.launch(log_probs, ids, trees.num_nodes, trees)
     wide = ids[:, :, None].expand(2, 15, 16, 8).contiguous()
-    tree_build.launch(wide.float(), wide, trees.num_nodes, trees, candidates=wide)
+    tree_build.launch(wide.float(), wide, trees.num_nodes, trees, wide)
     assert [one.metadata.num_warps for one in compiled] == [1, 1]  # nothing waits for another warp
 
 
@@ -216,3 +225,39 @@ def test_block_loss_of_goals(compiled: list[Any], kind: str) -> None:
     hidden, head = torch.zeros(4, 64, dtype=HALF), torch.zeros(9000, 64, dtype=HALF)
     block_loss_goal.fold_goal(hidden, head, hidden, head, kind, True, is_triton=True)
     assert len(compiled) == 1
+
+
+@pytest.mark.parametrize(
+    ("num", "depth", "vocab", "full_q", "is_ragged"),
+    [(2, 15, 151_936, False, True), (2, 3, 151_936, True, False), (1, 1, 1, True, True)],
+)
+def test_verify_chain(compiled: list[Any], num: int, depth: int, vocab: int, full_q: bool, is_ragged: bool) -> None:
+    logits = torch.zeros(num, depth + 1, vocab, dtype=HALF)
+    verify_chain.launch(
+        logits.flatten(0, 1) if is_ragged else logits,
+        ints(num, depth, dtype=torch.int64),
+        ints(num),
+        torch.ones(num),
+        ints(num, dtype=torch.int64),
+        ints(num, dtype=torch.int64),
+        ints(num) if is_ragged else None,
+        logits[:, :depth] if full_q else None,
+        None,
+        ChainVerdict(ints(num), ints(num, depth + 1), ints(num)),
+    )
+    assert len(compiled) == (3 if full_q else 2)
+    for kernel in compiled:
+        assert vocab == 1 or WIDE in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "a byte"])
+def test_compact_kv(compiled: list[Any], layout: str) -> None:
+    shapes = {"NHD": (8, 16, 8, 128), "HND": (8, 8, 16, 128), "a byte": (8, 1, 1, 1)}
+    plane = torch.zeros(shapes[layout], dtype=HALF if layout != "a byte" else torch.uint8)
+    planes = KvPlanes.of([plane.transpose(1, 2) if layout == "HND" else plane] * 2)
+    compact_kv.launch(planes.tensors, planes.table, planes.pointers, ints(1, 9, dtype=torch.int64), ints(1, 4), ints(1))
+    ptx = compiled[0].asm["ptx"]
+    if layout != "a byte":
+        # Every load of a group comes before its barrier, every store after it.
+        read, written = ptx.split("bar.sync")
+        assert (read.count(WIDE), read.count("st.global"), written.count("st.global.v4")) == (8, 0, 8)

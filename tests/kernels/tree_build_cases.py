@@ -32,8 +32,6 @@ def check(
     log_probs: torch.Tensor,
     budgets: list[int],
     max_nodes: int,
-    off_chain: torch.Tensor | None = None,
-    is_chain_first: bool = False,
     candidates: torch.Tensor | None = None,
 ) -> DraftTrees:
     """Launch the kernel itself, compare with the twin bit by bit, return what the kernel made."""
@@ -41,9 +39,9 @@ def check(
     made = kernel.allocate(len(log_probs), max_nodes, DEVICE)
     for part in made:
         part.fill_(77)  # what isn't written shows
-    given, options = torch.tensor(budgets, device=DEVICE), (off_chain, is_chain_first, candidates)
-    kernel.launch(log_probs, ids, given, made, *options)
-    wanted = reference.tree_build(log_probs, ids, given, max_nodes, *options)
+    given = torch.tensor(budgets, device=DEVICE)
+    kernel.launch(log_probs, ids, given, made, candidates)
+    wanted = reference.tree_build(log_probs, ids, given, max_nodes, candidates)
     for name, got, want in zip(DraftTrees._fields, made, wanted, strict=True):
         assert got.dtype == want.dtype, name
         assert torch.equal(got, want), name
@@ -76,7 +74,8 @@ def test_the_longest_and_widest_key() -> None:
     log_probs[:, :, 0] = 0.0
     check(log_probs, [40], 40)
     log_probs = torch.full((1, 16, 16), -0.25, device=DEVICE)
-    made = check(log_probs, [20], 20, is_chain_first=True)
+    log_probs[:, 1:, 0] = 0.0
+    made = check(log_probs, [40], 40)
     assert made.depths.max() == 16
 
 
@@ -87,24 +86,15 @@ def test_what_is_not_finite_is_never_drafted() -> None:
     log_probs[2, 1, 1:] = -INFINITY
     log_probs[3, 0, 0] = INFINITY
     log_probs[4, 1:, 0] = float("nan")
-    for is_chain_first in (False, True):
-        made = check(log_probs, [15] * 5, 15, is_chain_first=is_chain_first)
-        assert made.num_nodes[[0, 3]].tolist() == [0, 0]
-        assert made.depths[1].max() == 2
-
-
-@pytest.mark.parametrize("is_chain_first", [False, True])
-def test_off_the_chain_and_the_chain_first(is_chain_first: bool) -> None:
-    values = [-0.25, -0.5, -1.0, -INFINITY]
-    log_probs, off_chain = table_of(2, (3, 5, 4), values), table_of(3, (3, 5, 4), values)
-    check(log_probs, [20, 3, 1], 20, off_chain, is_chain_first)
-    check(log_probs, [20, 3, 1], 20, None, is_chain_first)
+    made = check(log_probs, [15] * 5, 15)
+    assert made.num_nodes[[0, 3]].tolist() == [0, 0]
+    assert made.depths[1].max() == 2
 
 
 def test_double_precision_tables_and_strides() -> None:
     wide = table_of(4, (2, 5, 8)).double() / 3.0
     check(wide[:, :, :3], [12, 12], 12)
-    check(wide[:, ::2], [12, 12], 12, off_chain=wide[:, ::2] - 0.125)
+    check(wide[:, ::2], [12, 12], 12)
 
 
 def test_ties_of_paths_with_high_ranks_and_masks_of_several_words() -> None:

@@ -9,7 +9,7 @@ Letters: V = vocabulary, K = draft tokens, n = samples.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -42,19 +42,6 @@ def chain_law(target: Any, q: Any, previous: int) -> Law:
         if accept < 1.0:
             for token, share in enumerate(left / left.sum()):
                 _add(law, (token,), q[0][draft] * (1.0 - accept) * share)
-    return law
-
-
-def tree_law(target: Any, previous: int, tokens: Sequence[int], parents: Sequence[int], node: int = -1) -> Law:
-    """Law of the tokens emitted after `previous`, the token of `node`, where the walk is (−1: the anchor)."""
-    law: Law = {}
-    children = {tokens[i]: i for i in reversed(range(len(tokens))) if parents[i] == node}
-    for token, share in enumerate(target[previous]):
-        if token in children:
-            for tail, rest in tree_law(target, token, tokens, parents, children[token]).items():
-                _add(law, (token, *tail), float(share) * rest)
-        else:
-            _add(law, (token,), float(share))
     return law
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from honed.adapt.trees.draft_tree import ROOT, build_tree
 from honed.attach.trees.tree_step import tree_step
 from honed.attach.trees.walk import describe, walk
 from honed.kernels.trees.reference import DraftTrees, tree_build
 from honed.kernels.verify import walk_tree
+from tests.kernels.draft_tree import ROOT, build_tree
 
 DEPTHS, CANDIDATES, ROOM = 4, 3, 12
 

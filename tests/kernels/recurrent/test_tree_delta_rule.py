@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from honed.adapt.trees.draft_tree import build_tree
 from honed.kernels.recurrent import reference
 from honed.kernels.recurrent import tree_delta_rule as kernel
 from honed.kernels.recurrent.tree_conv import tree_conv
 from honed.kernels.trees.tree_build import tree_build
+from tests.kernels.draft_tree import build_tree
 from tests.kernels.interpreting import needs_gpu, needs_triton, run_cases
 
 QK_HEADS, HEADS, K, V = 2, 4, 8, 16

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from honed.adapt.trees.draft_tree import build_tree
 from honed.kernels.trees import reference, tree_build
 from honed.kernels.trees import tree_attention as kernel
 from honed.kernels.trees import tree_attention_plan as plans
 from honed.kernels.trees.reference import AttendedPrefix, PagedPrefix
 from honed.kernels.trees.tree_attention_plan import SPLITS, STAGES, Device, Plan, choose_plan, different_plans
+from tests.kernels.draft_tree import build_tree
 from tests.kernels.interpreting import needs_gpu, needs_triton, run_cases
 
 HEADS, KV_HEADS, SIZE, PAGE = 4, 2, 8, 4

@@ -1,4 +1,4 @@
-"""The twin against `adapt.trees.draft_tree`; the kernel itself under Triton's interpreter, and on a GPU where there is one."""
+"""The twin against a heap of paths; the kernel itself under Triton's interpreter, and on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from honed.adapt.trees.draft_tree import ROOT, build_tree
 from honed.kernels.trees import reference
 from honed.kernels.trees import top_candidates as candidates
 from honed.kernels.trees import tree_build as kernel
+from tests.kernels.draft_tree import ROOT, build_tree
 from tests.kernels.interpreting import needs_gpu, needs_triton, run_cases
 
 VALUES = [0.0, -0.25, -0.5, -1.0 / 3.0, -1.0, -7.5, -np.inf]
@@ -31,37 +31,29 @@ def test_the_kernel_equals_its_twin_on_a_gpu() -> None:
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray | None]:
-    """Sorted log-probabilities [B, D, m], perhaps others off the chain; of few values, so that ties abound, or of many."""
+def tables(draw: st.DrawFn) -> np.ndarray:
+    """Sorted log-probabilities [B, D, m]; of few values, so that ties abound, or of many."""
     shape = (draw(st.integers(1, 3)), draw(st.integers(1, 16)), draw(st.integers(1, 16)))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    is_coarse = draw(st.booleans())
-    both = []
-    for _ in range(2):
-        drawn = (
-            rng.choice(VALUES, shape) if is_coarse else np.log(rng.dirichlet(np.full(shape[2] + 1, 0.5), shape[:2])[..., :-1])
-        )
-        both.append(np.sort(drawn, axis=2)[..., ::-1].copy())
-    return both[0], both[1] if draw(st.booleans()) else None
+    if draw(st.booleans()):
+        drawn = rng.choice(VALUES, shape)
+    else:
+        drawn = np.log(rng.dirichlet(np.full(shape[2] + 1, 0.5), shape[:2])[..., :-1])
+    return np.sort(drawn, axis=2)[..., ::-1].copy()
 
 
 @settings(deadline=None, max_examples=60)
-@given(tables(), st.lists(st.integers(-1, 70), min_size=3, max_size=3), st.integers(1, 60), st.booleans())
-def test_it_is_the_tree_of_adapt_ties_included(
-    pair: tuple[np.ndarray, np.ndarray | None], budgets: list[int], max_nodes: int, is_chain_first: bool
-) -> None:
-    log_probs, off_chain = pair
+@given(tables(), st.lists(st.integers(-1, 70), min_size=3, max_size=3), st.integers(1, 60))
+def test_it_is_the_best_tree_ties_included(log_probs: np.ndarray, budgets: list[int], max_nodes: int) -> None:
     num_requests = len(log_probs)
     ids = torch.arange(log_probs.size).view(log_probs.shape)
-    given_off = None if off_chain is None else torch.tensor(off_chain)
     asked = torch.tensor(log_probs), ids, torch.tensor(budgets[:num_requests]), max_nodes
-    twin = reference.tree_build(*asked, given_off, is_chain_first)
-    made = kernel.tree_build(*asked, off_chain=given_off, is_chain_first=is_chain_first)
+    twin = reference.tree_build(*asked)
+    made = kernel.tree_build(*asked)
     assert all(torch.equal(part, of_twin) for part, of_twin in zip(made, twin, strict=True))
     attends = reference.unpack_bits(made.row_masks).numpy()
     for b in range(num_requests):
-        off = None if off_chain is None else off_chain[b]
-        wanted = build_tree(log_probs[b], min(budgets[b], max_nodes), off_chain=off, is_chain_first=is_chain_first)
+        wanted = build_tree(log_probs[b], min(budgets[b], max_nodes))
         num = len(wanted)
         assert int(made.num_nodes[b]) == num
         for got, want in ((made.ranks, wanted.rank), (made.parents, wanted.parent), (made.depths, wanted.depth)):
@@ -108,25 +100,22 @@ def test_where_tokens_depend_on_the_one_before_it_is_the_likeliest_tree(seed: in
 
 
 @pytest.mark.parametrize(
-    ("shape", "candidates", "options", "text"),
+    ("shape", "candidates", "text"),
     [
-        ((2, 3, 4), (2, 3, 4), {}, "aren't both"),
-        ((2, 3, 4, 4), (2, 3, 4, 3), {}, "aren't both"),
-        ((2, 3, 17, 4), (2, 3, 17, 4), {}, "17 predecessors"),
-        ((2, 3, 4, 17), (2, 3, 4, 17), {}, "17 candidates"),
-        ((2, 3, 4, 4), (2, 3, 4, 4), {"is_chain_first": True}, "go without"),
-        ((2, 3, 4, 4), None, {}, "don't fit"),
+        ((2, 3, 4), (2, 3, 4), "aren't both"),
+        ((2, 3, 4, 4), (2, 3, 4, 3), "aren't both"),
+        ((2, 3, 17, 4), (2, 3, 17, 4), "17 predecessors"),
+        ((2, 3, 4, 17), (2, 3, 4, 17), "17 candidates"),
+        ((2, 3, 4, 4), None, "don't fit"),
     ],
 )
-def test_candidates_that_do_not_fit_are_refused(
-    shape: tuple[int, ...], candidates: tuple[int, ...] | None, options: dict[str, bool], text: str
-) -> None:
+def test_candidates_that_do_not_fit_are_refused(shape: tuple[int, ...], candidates: tuple[int, ...] | None, text: str) -> None:
     places = None if candidates is None else torch.zeros(candidates)
     with pytest.raises(ValueError, match=text):
-        kernel.tree_build(torch.zeros(shape), torch.zeros(shape), torch.zeros(2), 8, candidates=places, **options)
+        kernel.tree_build(torch.zeros(shape), torch.zeros(shape), torch.zeros(2), 8, candidates=places)
 
 
-def test_paths_with_high_ranks_are_compared_as_in_adapt() -> None:
+def test_paths_with_high_ranks_are_compared() -> None:
     log_probs = np.full((3, 16), -np.inf)
     log_probs[0, :2], log_probs[1], log_probs[2, 0] = 0.0, 0.0, 0.0
     made = kernel.tree_build(torch.tensor(log_probs[None]), torch.zeros(1, 3, 16).int(), torch.tensor([66]), 66)
@@ -162,13 +151,11 @@ def test_bits_survive_packing() -> None:
     assert reference.pack_bits(torch.ones(1, 32, dtype=torch.bool)).tolist() == [[-1]]
 
 
-@pytest.mark.parametrize("is_chain_first", [False, True])
-def test_the_registered_op(is_chain_first: bool) -> None:
+def test_the_registered_op() -> None:
     log_probs = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(2)).sort(-1, descending=True).values
     ids, budgets = torch.arange(24).view(2, 3, 4), torch.tensor([5, 2])
-    off_chain = log_probs - 0.5 if is_chain_first else None
-    args = (log_probs, ids, budgets, off_chain, is_chain_first, None, *kernel.allocate(2, 5, "cpu"))
-    for part in args[6:]:
+    args = (log_probs, ids, budgets, None, *kernel.allocate(2, 5, "cpu"))
+    for part in args[4:]:
         part.zero_()
     torch.library.opcheck(torch.ops.honed.tree_build.default, args)
 
