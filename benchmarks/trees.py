@@ -2,6 +2,7 @@
 
     tau, tau_t08   acceptance length at temperature 0 and 0.8, of vLLM's chain of 7 and of trees of 7, 15, 31 and 63 nodes
     promised       length that the values of nodes, learned from trees of 63, promise for smaller trees, over what these had
+    estimated      length that the gate tells from the chain's answers, without an engine, over what the engine had
     equal          share of the answers at temperature 0 whose tokens are the chain's
     seconds        wall time of each run; on a CPU, where a tree's rows cost full price
 
@@ -20,6 +21,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+from tokenizers import Tokenizer
+from transformers import Qwen3ForCausalLM
+
+from benchmarks.make_tiny import continuations
 from benchmarks.server.client_load import Prompt
 from benchmarks.server.measured import commit, hardware
 from benchmarks.server.processes import ROOT
@@ -27,6 +33,9 @@ from benchmarks.server.recalib_engine import Engine, read_prompts
 from honed.adapt.acceptance.rounds import rounds_by_workload
 from honed.adapt.acceptance.tree_gains import TreeGains
 from honed.adapt.protocol.wire import Policy
+from honed.recalib.drafter.checkpoint import load_drafter
+from honed.recalib.gate.evaluate import expected_acceptance_length
+from honed.recalib.gate.gate import GateSettings, judge
 
 Document = dict[str, Any]
 
@@ -73,11 +82,32 @@ def values_of(batches: list[Any]) -> TreeGains:
     return gains
 
 
+class Estimate:
+    """Acceptance lengths without an engine, from its answers, as a recalibration's gate tells them."""
+
+    def __init__(self) -> None:
+        self._model = Qwen3ForCausalLM.from_pretrained(TINY / "target", dtype=torch.float32).eval()
+        self._drafter = load_drafter(TINY / "drafter", TINY / "target")
+        self._tokenizer = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
+
+    def lengths(self, prompts: list[Prompt], answers: list[list[int]]) -> dict[str, float]:
+        """Tell the lengths of chains and trees by their names in the result."""
+        samples = []
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            cut = continuations.Prompt(str(number), tuple(self._tokenizer.encode(prompt.text).ids))
+            samples.append(continuations.as_sample(self._model, self._drafter, cut, answer, ""))
+        told = expected_acceptance_length(self._drafter, samples)
+        (figures,) = judge(told.sessions, told.sessions, [], GateSettings(min_sessions=1)).figures
+        return {"chain7": figures.parent, **figures.parent_trees}
+
+
 def run(num_prompts: int) -> Document:
     """Measure everything."""
     prompts = {name: read_prompts(TINY / f"prompts_{name.lower()}.jsonl", num_prompts) for name in "AB"}
-    result: Document = {"tau": {}, "tau_t08": {}, "promised": {"tau": {}, "tau_t08": {}}, "equal": {}}
+    result: Document = {"tau": {}, "tau_t08": {}, "equal": {}}
+    result |= {kind: {"tau": {}, "tau_t08": {}} for kind in ("promised", "estimated")}
     seconds: Document = {}
+    estimate = Estimate()
     with tempfile.TemporaryDirectory(prefix="honed-trees-") as scratch:
         chain, chains = Server(Path(scratch) / "chain", CHAIN), {}
         for temperature, name in NAMES.items():
@@ -105,6 +135,9 @@ def run(num_prompts: int) -> Document:
                     same += sum(a == b for a, b in zip(answers, chains[name, domain], strict=True))
                     total += len(answers)
                 result["promised"][name][domain] = promised
+                told = estimate.lengths(texts, chains[name, domain])
+                measured = result[name][domain]
+                result["estimated"][name][domain] = {size: round(told[size] / measured[size], 4) for size in measured}
                 if not temperature:
                     result["equal"][domain] = round(same / total, 4)
         errors = trees.honed.errors.count

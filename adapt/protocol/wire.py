@@ -470,6 +470,9 @@ class TrainPause(_Message, frozen=True):
     paused: bool
 
 
+TreeLengths: TypeAlias = Annotated[dict[Name, float], msgspec.Meta(max_length=16)]
+
+
 class GateFigures(_Message, frozen=True):
     """Expected acceptance length on held-out sessions, one workload."""
 
@@ -486,6 +489,9 @@ class GateFigures(_Message, frozen=True):
     """Probability of such a gain if both drafters were equal; 1 where no gain is asked for."""
     is_judged: bool = True
     """Whether there were held-out sessions enough to judge a loss. Without them it has passed unjudged."""
+    parent_trees: TreeLengths = {}
+    """Acceptance lengths that the same sessions would have with draft trees, by number of nodes; empty: none grow."""
+    candidate_trees: TreeLengths = {}
 
 
 GateTable: TypeAlias = Annotated[list[GateFigures], msgspec.Meta(max_length=256)]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from honed.kernels.trees.reference import DraftTrees
+from honed.kernels.trees.reference import NUM_CANDIDATES, DraftTrees
 from honed.kernels.trees.top_candidates import top_candidates
 from honed.kernels.trees.tree_build import tree_build
 
 GROWS = "honed_trees"
 """Attribute of a scheduler's output: whether trees are to be grown from what the drafter drafts in this step."""
-NUM_CANDIDATES = 8
-"""Tokens a depth from which trees grow."""
 MOST_FAILURES = 8
 """After more, an engine has no trees any more."""
 

@@ -27,8 +27,10 @@ from torch.utils.checkpoint import checkpoint
 
 from honed.kernels.training.anchor_attention import Visible, anchor_attention
 from honed.kernels.training.block_loss import top_tokens
+from honed.kernels.trees.reference import MAX_CANDIDATES
+from honed.kernels.trees.top_candidates import top_candidates
 from honed.recalib.config.drafter import Convolution, DrafterConfig, Markov, Selector
-from honed.recalib.drafter.drafter import Drafter, Vocabulary
+from honed.recalib.drafter.drafter import Candidates, Drafter, Vocabulary
 from honed.recalib.drafter.layers import MLP, RMSNorm, rotate
 
 __all__ = ["DFlashDrafter", "DrafterConfig"]
@@ -211,6 +213,32 @@ class DFlashDrafter(Drafter):
             return super().best_drafts(hidden, anchor_ids)
         return self._walk(self.candidate_selector, hidden, anchor_ids)
 
+    @property
+    def grows_trees(self) -> bool:
+        """Whether engines grow draft trees from its `candidates`: they do for DFlash, and for DFlash2 with few enough."""
+        selector = self.candidate_selector
+        return self.markov_head is None and (selector is None or selector.top_k <= MAX_CANDIDATES)
+
+    @torch.no_grad()
+    def candidates(self, hidden: Tensor, anchor_ids: Tensor, count: int) -> Candidates:  # [N, K, H], [N]
+        """Find each position's `count` likeliest tokens, at temperature 1; with a selector, after each of its own."""
+        if self.candidate_selector is not None:
+            return self._pairs(self.candidate_selector, hidden, anchor_ids, count)
+        parts = [
+            top_candidates(F.linear(rows, self.lm_head), min(count, len(self.lm_head)))
+            for rows in hidden.split(max(1, _ROWS // hidden.shape[1]))  # type: ignore[no-untyped-call]
+        ]
+        log_probs, words = (torch.cat([part[i] for part in parts]) for i in (0, 1))
+        return Candidates(log_probs, self.to_target(words.long()))
+
+    def _pairs(self, selector: CandidateSelector, hidden: Tensor, anchor_ids: Tensor, count: int) -> Candidates:
+        scores, tokens, successors = self._selected(selector, hidden)
+        before = torch.cat((anchor_ids[:, None, None].expand(-1, 1, selector.top_k), tokens[:, :-1]), dim=1)  # [N, K, P]
+        edges = selector(hidden[:, :, None], before)  # [N, K, P, rank]
+        totals = scores[:, :, None] + torch.einsum("nkpr,nkqr->nkpq", edges, successors).float()
+        found = totals.log_softmax(-1).topk(min(count, selector.top_k), -1)
+        return Candidates(found.values, tokens[:, :, None].expand_as(totals).gather(-1, found.indices), found.indices)
+
     def _follow(self, hidden: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Choose each position's best word after the one chosen before it."""
         previous, chosen, reached = anchor_ids, list[Tensor](), list[Tensor]()
@@ -224,13 +252,7 @@ class DFlashDrafter(Drafter):
 
     def _walk(self, selector: CandidateSelector, hidden: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Choose each position's best candidate after the one chosen before it."""
-        parts = [
-            (F.linear(rows, self.lm_head).float() * self.config.logit_scale).topk(selector.top_k)
-            for rows in hidden.flatten(0, 1).split(_ROWS)  # type: ignore[no-untyped-call]
-        ]
-        shape = (*hidden.shape[:2], selector.top_k)
-        scores, candidates = (torch.cat([part[i] for part in parts]).view(shape) for i in (0, 1))
-        successors = selector.successor_codebook[candidates].to(hidden.dtype)  # [N, K, top_k, rank]
+        scores, candidates, successors = self._selected(selector, hidden)
         previous, chosen, reached = anchor_ids, list[Tensor](), list[Tensor]()
         for k in range(hidden.shape[1]):
             edges = selector(hidden[:, k], previous)
@@ -240,6 +262,16 @@ class DFlashDrafter(Drafter):
             chosen.append(previous)
             reached.append(best.values)
         return torch.stack(chosen, dim=1), torch.stack(reached, dim=1)
+
+    def _selected(self, selector: CandidateSelector, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Each position's tokens to select from: scores and ids [N, K, P], and what follows from each [N, K, P, rank]."""
+        parts = [
+            (F.linear(rows, self.lm_head).float() * self.config.logit_scale).topk(selector.top_k)
+            for rows in hidden.flatten(0, 1).split(_ROWS)  # type: ignore[no-untyped-call]
+        ]
+        shape = (*hidden.shape[:2], selector.top_k)
+        scores, tokens = (torch.cat([part[i] for part in parts]).view(shape) for i in (0, 1))
+        return scores, tokens, selector.successor_codebook[tokens].to(hidden.dtype)
 
     def fuse(self, aux_hidden: Tensor) -> Tensor:  # [T, A] -> [T, H]
         """Fuse the target's auxiliary hidden states, concatenated in `target_layer_ids` order, into context features."""

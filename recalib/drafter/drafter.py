@@ -17,8 +17,8 @@ from honed.kernels.training.block_loss import top_tokens
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.drafter.layers import rotary_tables
 
-# Letters: N blocks, K tokens drafted, T context rows, H width, A width of unfused features, V vocabulary, W words that are
-# drafted.
+# Letters: N blocks, K tokens drafted, m candidates of a position, P tokens that they may follow, T context rows, H width, A
+# width of unfused features, V vocabulary, W words that are drafted.
 
 
 class Vocabulary(NamedTuple):
@@ -30,6 +30,26 @@ class Vocabulary(NamedTuple):
     """The target's id of each of the drafter's words; None: they are the target's."""
     goal_head: Tensor | None = None  # [W, H]
     """The target's rows of these words, if `lm_head` isn't the target's; for training on its distribution."""
+
+
+class Candidates(NamedTuple):
+    """Likeliest tokens of each position, the best first; or those after each of P tokens of the position before."""
+
+    log_probs: Tensor  # [N, K, m] or [N, K, P, m]
+    ids: Tensor  # the same
+    places: Tensor | None = None  # [N, K, P, m]
+    """Place of each token among its position's P; after the anchor row 0 counts."""
+
+    def chain(self) -> Tensor:  # [N, K]
+        """Take each position's best token, after the one taken before."""
+        if self.places is None:
+            return self.ids[:, :, 0]
+        row = torch.zeros(len(self.ids), dtype=torch.int64, device=self.ids.device)
+        at, taken = torch.arange(len(self.ids), device=self.ids.device), list[Tensor]()
+        for k in range(self.ids.shape[1]):
+            taken.append(self.ids[at, k, row, 0])
+            row = self.places[at, k, row, 0]
+        return torch.stack(taken, dim=1)
 
 
 class Drafter(nn.Module, ABC):
@@ -104,6 +124,15 @@ class Drafter(nn.Module, ABC):
         """Draft greedily. Return token ids and their log-probabilities, or with a selector their scores."""
         top, log_probabilities = top_tokens(hidden, self.lm_head)
         return self.to_target(top), log_probabilities
+
+    @property
+    def grows_trees(self) -> bool:
+        """Whether engines grow draft trees from its `candidates`."""
+        return False
+
+    def candidates(self, hidden: Tensor, anchor_ids: Tensor, count: int) -> Candidates:  # [N, K, H], [N]
+        """Find each position's `count` likeliest tokens, at temperature 1."""
+        raise NotImplementedError("this kind of drafter grows no trees")
 
     def forward(
         self,

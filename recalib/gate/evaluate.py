@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from honed.kernels.trees.reference import NUM_CANDIDATES, DraftTrees
 from honed.recalib.drafter.drafter import Drafter
+from honed.recalib.gate.tree_lengths import accepted_by_size, grow_trees
 from honed.recalib.samples.sample import PackedSamples, TrainingSample, pack
 from honed.recalib.training.blocks import block_labels, eligible_anchors
 from honed.recalib.training.denoising import ONE_PASS, Denoising, draft_in_steps
@@ -35,6 +37,8 @@ class SessionFigures:
     num_accepted_tokens: int
     num_rounds: int
     num_round_accepted_tokens: int
+    tree_rounds: tuple[tuple[int, int], ...] = ()
+    """Rounds and accepted tokens with draft trees of each of `TREE_SIZES`; empty where the drafter grows none."""
 
     @property
     def acceptance_length(self) -> float:
@@ -99,21 +103,30 @@ def evaluate_in_parts(
         return None
     labels, has_label = block_labels(packed, anchors, num_draft_tokens)
     packed = packed.to(drafter.device)
-    drafts: list[Tensor] = []
-    done = 0
+    drafts, in_trees, done = list[Tensor](), list[Tensor](), 0
     while done < len(anchors):
         began_s = time.perf_counter()
         most = min(max_anchors_per_pass, len(anchors) - done)
         part = anchors[done : done + (pace.blocks(most) if pace else most)]
-        drafts.append(draft_blocks(drafter, packed, part, num_draft_tokens, denoising))
+        if drafter.grows_trees and denoising == ONE_PASS:
+            tokens, trees = draft_with_trees(drafter, packed, part, num_draft_tokens)
+            texts = (one[done : done + len(part)].to(drafter.device) for one in (labels, has_label))
+            in_trees.append(accepted_by_size(trees, *texts).cpu())
+        else:
+            tokens = draft_blocks(drafter, packed, part, num_draft_tokens, denoising)
+        drafts.append(tokens)
         done += len(part)
         if pace is not None:
             pace.observe(len(part), time.perf_counter() - began_s)
         yield
     accepted = accepted_prefix(torch.cat(drafts), labels, has_label).tolist()
-    rounds = walk(accepted)
     return SessionFigures(
-        sample.session, sample.workload, len(anchors), sum(accepted), len(rounds), sum(accepted[i] for i in rounds)
+        sample.session,
+        sample.workload,
+        len(anchors),
+        sum(accepted),
+        *_rounds(accepted),
+        tuple(_rounds(of_size) for of_size in torch.cat(in_trees).T.tolist()) if in_trees else (),
     )
 
 
@@ -131,8 +144,7 @@ def draft_blocks(
     device = drafter.device
     anchors = anchors.to(device)
     with computing(device, compute_dtype(device, "auto")):
-        features = packed.features.float()
-        context = features if packed.is_fused else drafter.fuse(features)
+        context = _context(drafter, packed)
 
         def best_of(tokens: Tensor) -> tuple[Tensor, Tensor]:
             hidden = drafter.draft_hidden(
@@ -150,6 +162,23 @@ def draft_blocks(
         return draft_in_steps(best_of, len(anchors), num_draft_tokens, mask, denoising, device).cpu()
 
 
+def draft_with_trees(
+    drafter: Drafter, packed: PackedSamples, anchors: Tensor, num_draft_tokens: int
+) -> tuple[Tensor, DraftTrees]:  # [N, K], on the CPU
+    """Draft in one pass, as `draft_blocks`, and grow the trees of the same pass."""
+    device = drafter.device
+    anchors = anchors.to(device)
+    with computing(device, compute_dtype(device, "auto")):
+        given = (_context(drafter, packed), packed.positions, packed.token_ids, anchors, packed.segments, num_draft_tokens)
+        found = drafter.candidates(drafter.draft_hidden(*given), packed.token_ids[anchors], NUM_CANDIDATES)
+    return found.chain().cpu(), grow_trees(found)
+
+
+def _context(drafter: Drafter, packed: PackedSamples) -> Tensor:  # [T, H]
+    features = packed.features.float()
+    return features if packed.is_fused else drafter.fuse(features)
+
+
 def walk(accepted: Sequence[int]) -> list[int]:
     """List the anchors a server would have used: the first, then always accepted + 1 tokens further."""
     rounds, index = [], 0
@@ -159,8 +188,14 @@ def walk(accepted: Sequence[int]) -> list[int]:
     return rounds
 
 
+def _rounds(accepted: Sequence[int]) -> tuple[int, int]:
+    """Count the rounds that a server would have run, and the tokens accepted in them."""
+    rounds = walk(accepted)
+    return len(rounds), sum(accepted[i] for i in rounds)
+
+
 def _add_sessions(group: list[SessionFigures]) -> SessionFigures:
-    first = group[0]
+    first, by_size = group[0], zip(*(s.tree_rounds for s in group), strict=True)
     return SessionFigures(
         first.session,
         first.workload,
@@ -168,4 +203,5 @@ def _add_sessions(group: list[SessionFigures]) -> SessionFigures:
         sum(s.num_accepted_tokens for s in group),
         sum(s.num_rounds for s in group),
         sum(s.num_round_accepted_tokens for s in group),
+        tuple((sum(rounds), sum(accepted)) for rounds, accepted in (zip(*of_size, strict=True) for of_size in by_size)),
     )

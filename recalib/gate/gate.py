@@ -33,6 +33,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -50,6 +51,8 @@ MOST_AT_ONCE = 1 << 14
 """Swaps in memory at a time."""
 
 
+TREE_SIZES = (7, 15, 31, 63)
+"""Nodes of the draft trees whose acceptance is told. It decides nothing here."""
 SURE_LOSSES = 4
 """A loss of so many times `max_loss` counts whatever its interval."""
 
@@ -128,6 +131,7 @@ def judge(
     Raises:
         ValueError: the two weren't judged on the same sessions.
     """
+    parent, candidate = list(parent), list(candidate)
     before, after = _by_workload(parent), _by_workload(candidate)
     if {w: set(s) for w, s in before.items()} != {w: set(s) for w, s in after.items()}:
         raise ValueError("parent and candidate were judged on different sessions: the comparison means nothing")
@@ -145,7 +149,20 @@ def judge(
         figures.append(figure)
         reasons.append(reason)
     reasons = [reason for reason in reasons if reason]
+    for i, figure in enumerate(figures):
+        of_parent, of_candidate = (_tree_lengths(sessions, figure.workload) for sessions in (parent, candidate))
+        figures[i] = msgspec.structs.replace(figure, parent_trees=of_parent, candidate_trees=of_candidate)
     return Verdict(passed=not reasons, figures=figures, reasons=reasons)
+
+
+def _tree_lengths(sessions: Iterable[SessionFigures], workload: str) -> dict[str, float]:
+    """Acceptance length by number of nodes, over one workload's rounds or ("") over all; empty without trees."""
+    counts = np.array([s.tree_rounds for s in sessions if s.tree_rounds and workload in ("", s.workload)], np.int64)
+    if not len(counts):
+        return {}
+    rounds, accepted = counts.sum(axis=0).T
+    lengths = (1.0 + accepted / np.maximum(rounds, 1)).tolist()
+    return {str(size): length for size, length in zip(TREE_SIZES, lengths, strict=True)}
 
 
 Counts = dict[str, dict[str, tuple[int, int]]]

@@ -172,6 +172,7 @@ def operation(document: Document) -> RenderableType:
     parts: list[RenderableType] = [operations([document])]
     if detail.get("gate"):
         parts.append(gate(detail["gate"]))
+        parts += [trees] if (trees := tree_lengths(detail["gate"])) is not None else []
     if detail.get("is_cut_short"):
         parts.append(Text(f"trainer.deadline_s ended the training: {steps_line(detail)}", "yellow"))
     if detail.get("pause_ms") is not None:
@@ -205,6 +206,19 @@ def gate(rows: Iterable[Document]) -> RenderableType:
             "yes" if g.get("must_gain") else "",
             _gate_says(g),
         )
+    return table
+
+
+def tree_lengths(rows: Iterable[Document]) -> RenderableType | None:
+    """Acceptance length that the gate's sessions would have with draft trees; None: the drafter grows none."""
+    told = [g for g in rows if g.get("parent_trees")]
+    if not told:
+        return None
+    table = Rows.of("with draft trees", *(f"{size} nodes" for size in told[0]["parent_trees"]))
+    for g in told:
+        after = g.get("candidate_trees") or {}
+        lengths = [f"{cells.length(length)} → {cells.length(after.get(size))}" for size, length in g["parent_trees"].items()]
+        table.add_row(cells.text(g.get("workload")), *lengths)
     return table
 
 

@@ -218,6 +218,11 @@ def test_a_selector_s_walk_is_vllms(make_drafter: MakeDrafter) -> None:
     drafts, _ = drafter.best_drafts(hidden, anchors)
     assert drafts.tolist() == wanted
     assert wanted != (hidden @ drafter.lm_head.T).argmax(-1).tolist(), "the selector chose nothing: this shows nothing"
+    found, likely = drafter.candidates(hidden, anchors, 3), scores.log_softmax(-1).topk(3)
+    torch.testing.assert_close(found.log_probs, likely.values)
+    assert torch.equal(found.places, likely.indices)
+    assert torch.equal(found.ids, candidates[:, :, None].expand(-1, -1, 5, -1).gather(-1, likely.indices))
+    assert found.chain().tolist() == wanted
 
 
 def test_scored_rows_give_the_scores_of_pairs(make_drafter: MakeDrafter) -> None:

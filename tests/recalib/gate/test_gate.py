@@ -61,6 +61,22 @@ def test_small_loss_elsewhere_is_borne():
     assert judge(before, after, ["a"], SETTINGS).passed
 
 
+def test_draft_trees_are_told_by_workload_and_decide_nothing():
+    def with_trees(accepted, workload="a"):
+        trees = tuple((40, number * accepted) for number in range(1, 5))
+        return [SessionFigures(f"{workload}-{i}", workload, 0, 0, 40, 40, trees) for i in range(8)]
+
+    verdict = judge(with_trees(20) + with_trees(10, "b"), with_trees(60) + with_trees(10, "b"), ["a"], SETTINGS)
+    assert not verdict.passed
+    of_a, of_b = verdict.figures
+    assert of_a.parent_trees == {"7": 1.5, "15": 2.0, "31": 2.5, "63": 3.0}
+    assert of_a.candidate_trees["7"] == 2.5
+    assert of_b.parent_trees == of_b.candidate_trees == {"7": 1.25, "15": 1.5, "31": 1.75, "63": 2.0}
+    whole = judge(with_trees(20) + with_trees(10, "b"), with_trees(20) + with_trees(10, "b"), [], SETTINGS).figures[0]
+    assert whole.parent_trees["7"] == 1.375
+    assert judge(sessions("a", 8, 1.0), sessions("a", 8, 1.0), ["a"], SETTINGS).figures[0].parent_trees == {}
+
+
 def test_a_session_under_two_labels_counts_once_with_all_of_its_rounds():
     def both(of_a, of_b):
         counts = [("a", 40, of_a), ("b", 20, of_b)]

@@ -238,6 +238,14 @@ def test_an_operation_shows_gate_and_pause() -> None:
     assert "deadline_s" not in text
 
 
+def test_an_operation_tells_what_draft_trees_would_accept() -> None:
+    row = {"workload": "b", "parent_trees": {"7": 2.0, "63": 3.0}, "candidate_trees": {"7": 2.1, "63": 3.2}}
+    text = text_of(show.operation({"operation_id": "op-1", "state": "succeeded", "detail": {"gate": [row]}}))
+    heads, lengths = [line.split() for line in text.splitlines()[-2:]]
+    assert heads == ["with", "draft", "trees", "7", "nodes", "63", "nodes"]
+    assert lengths == ["b", "2.00", "→", "2.10", "3.00", "→", "3.20"]
+
+
 def test_an_operation_says_that_its_training_was_cut_short() -> None:
     detail = {"is_cut_short": True, "steps": 90, "max_steps": 1600, "train_seconds": 25.0, "max_seconds": 600.0}
     text = text_of(show.operation({"operation_id": "op-1", "state": "succeeded", "detail": detail}))
