@@ -136,6 +136,7 @@ class CommandRunner:
             return
         try:
             if isinstance(command, wire.ChecksumCommand):
+                self._rpc("honed_begin_checksum")
                 self._hashing, self._next_poll_s, self._num_sent = (command, time.monotonic()), 0.0, 0
                 self._poll_checksum()
             elif self._is_foreign and not command.takes_over:

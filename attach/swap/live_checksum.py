@@ -1,6 +1,7 @@
 """Checksum of the serving weights, a tensor at a time: no step waits while gigabytes are copied to the host and hashed.
 
-SHA-256 over name, shape and float32 bytes of every tensor, whole, in the order of the names.
+SHA-256 over name, shape and float32 bytes of every tensor, whole, in the order of the names. What may fail on one rank
+alone, a thread or memory, is had before any rank waits for the others' parts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class LiveChecksum:
     def __init__(self, parts: Iterable[tuple[str, torch.Tensor, Shard]], all_gather: AllGather, device: torch.device) -> None:
         self._parts = sorted(parts, key=lambda part: part[0])
         self._all_gather, self._device = all_gather, device
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        shards = [(tensor, shard) for _, tensor, shard in self._parts if shard.count * shard.copies > 1]
+        # PyTorch keeps this memory for the joined tensors.
+        torch.empty(max((shard.joining_bytes(tensor) for tensor, shard in shards), default=0), dtype=torch.uint8, device=device)
         self._coming: queue.SimpleQueue[_Coming | None] = queue.SimpleQueue()
         self._num_parts, self._num_taken, self._num_hashed = len(self._parts), 0, 0
         self._digest = hashlib.sha256()
@@ -49,7 +52,7 @@ class LiveChecksum:
         if part >= 0:
             name, tensor, shard = self._parts[part]
             self._num_taken += 1
-            self._coming.put(_Coming(name, shard.join(tensor, self._all_gather), self._side))
+            self._coming.put(_Coming(name, shard.join(tensor, self._all_gather)))
             if self._num_taken == self._num_parts:
                 self._coming.put(None)
                 self._parts = []
@@ -64,8 +67,9 @@ class LiveChecksum:
     def _hash(self) -> None:
         try:
             use_device(self._device)
+            side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
             while (coming := self._coming.get()) is not None:
-                name, tensor = coming.arrived()
+                name, tensor = coming.name, coming.on_host(side)
                 self._digest.update(f"{name}{list(tensor.shape)}".encode())
                 self._digest.update(tensor.float().reshape(-1).numpy().data.cast("B"))
                 self._num_hashed += 1
@@ -75,22 +79,16 @@ class LiveChecksum:
 
 
 class _Coming:
-    """A tensor on its way to the host."""
+    """A tensor to be copied to the host."""
 
-    def __init__(self, name: str, tensor: torch.Tensor, side: torch.cuda.Stream | None) -> None:
-        self._name = name
-        self._source = tensor  # must not be freed before it has arrived
-        self._event: torch.cuda.Event | None = None
-        if side is None:
-            self._tensor = tensor.detach()
-            return
-        side.wait_stream(torch.cuda.current_stream(tensor.device))
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name, self._tensor = name, tensor.detach()
+        self._event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+    def on_host(self, side: torch.cuda.Stream | None) -> torch.Tensor:
+        """Copy it, on the calling thread alone, to memory that isn't pinned: pinning would hold up the engine's launches."""
+        if side is None or self._event is None:
+            return self._tensor
         with torch.cuda.stream(side):
-            self._tensor = tensor.detach().to("cpu", non_blocking=True)
-            self._event = side.record_event()
-
-    def arrived(self) -> tuple[str, torch.Tensor]:
-        """Name and tensor, once it is on the host."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._name, self._tensor
+            side.wait_event(self._event)
+            return self._tensor.cpu()

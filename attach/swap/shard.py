@@ -35,6 +35,10 @@ class Shard:
         size = whole.shape[self.dim] // self.count
         return whole.narrow(self.dim, self.index * size, size)
 
+    def joining_bytes(self, part: torch.Tensor) -> int:
+        """Bytes that `join` takes: those of all ranks' parts, and those of the whole."""
+        return part.nbytes * self.count * (self.copies + 1)
+
     def join(self, part: torch.Tensor, all_gather: AllGather) -> torch.Tensor:
         """The whole tensor from the ranks' parts; every rank has to call it for the same tensor at the same time."""
         if self.count * self.copies == 1:

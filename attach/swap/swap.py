@@ -291,19 +291,22 @@ class Swapper:
                 yield from _split(name, parameter_name, value, module)
 
     @torch.inference_mode()
+    def begin_checksum(self) -> None:
+        """Begin a checksum of the live weights. No rank may take a part in before all ranks have begun."""
+        from vllm.distributed import tensor_model_parallel_all_gather
+
+        self._drop_checksum()
+        self._checksum = LiveChecksum(self._live(), tensor_model_parallel_all_gather, self._device)
+
+    @torch.inference_mode()
     def checksum(self, part: int) -> tuple[str, int, int]:
-        """SHA-256 of the live weights, whole: begin (part 0), take in the part of that number, or only look (−1).
+        """SHA-256 of the live weights, whole: take in the part of that number, or only look (−1).
 
         A swap ends it. `LiveChecksum.take` describes the result.
 
         Raises:
             RuntimeError: none was begun, or it failed.
         """
-        if part == 0:
-            from vllm.distributed import tensor_model_parallel_all_gather
-
-            self._drop_checksum()
-            self._checksum = LiveChecksum(self._live(), tensor_model_parallel_all_gather, self._device)
         if self._checksum is None:
             raise RuntimeError("no checksum is under way: the weights have changed since")
         return self._checksum.take(part)

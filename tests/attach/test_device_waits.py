@@ -49,6 +49,18 @@ def test_no_number_is_copied_to_the_device_by_an_assignment(path: Path) -> None:
     assert numbers_put_by_index(path.read_text()) == []
 
 
+FEW_BYTES = {"attach/trees/telling.py"}
+
+
+@pytest.mark.fault("pinned memory that grows with the drafter")
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_large_goes_to_pinned_memory_of_its_own(path: Path) -> None:
+    """`to("cpu", non_blocking=True)` pins memory: launches wait meanwhile, and PyTorch keeps a power of two for good."""
+    calls = [ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    pinning = [call for call in calls if "to('cpu', non_blocking=True)" in call]
+    assert not pinning or str(path.relative_to(ROOT)) in FEW_BYTES
+
+
 def test_such_assignments_are_found() -> None:
     waiting = ["x[slots] = 0.5", "x[step.rows] = -1", "x[:, rows] = True", "self.x[at[0]] = 1"]
     passing = ["x[3] = 1", "x[:, 0, 0] = True", "x[2:] = 0.0", "x[COLUMN] = 0", "x[slots] = y", "self._has_tree[slot] = False"]

@@ -161,6 +161,7 @@ class TestEngine:
 
     def checksums(self) -> list[str]:
         """Of the drafter that serves, by each rank."""
+        self.rpc("honed_begin_checksum")
         _, _, num_parts = self.rpc("honed_checksum", 0)
         for part in range(1, num_parts):
             self.rpc("honed_checksum", part)

@@ -36,6 +36,8 @@ class Ranks:
         if method == "honed_apply":
             self.applied.append(args)
             return [{"copy_ms": 1.0, "step": self.steps[0]}, {"copy_ms": 3.0, "step": self.steps[1]}]
+        if method == "honed_begin_checksum":
+            return [None, None]
         if method == "honed_checksum":
             (part,) = args
             if part >= 0:
@@ -327,6 +329,18 @@ def test_a_version_on_trial_is_on_its_lease_even_where_taking_it_in_fails(monkey
     now[0] += 61.0
     harness.run()
     assert [version for version, _ in harness.ranks.applied] == ["v2", "v1"]
+
+
+@pytest.mark.fault("ranks that wait for the part of one that has failed")
+def test_no_rank_takes_a_part_in_before_all_have_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks()
+    ranks.fail = "honed_begin_checksum"
+    harness = Harness(ranks, monkeypatch)
+    harness.runner.put(wire.ChecksumCommand(command_id="1"))
+    harness.runner.run()
+    assert ranks.calls == ["honed_begin_checksum"]
+    assert harness.results[0].error == "RuntimeError: rank 1 fell over"
+    assert not harness.runner.is_pending
 
 
 def test_foreign_weights_end_a_checksum(monkeypatch: pytest.MonkeyPatch) -> None:

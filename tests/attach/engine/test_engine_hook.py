@@ -150,7 +150,8 @@ def test_no_method_of_a_worker_raises() -> None:
     bare: Any = HonedWorkerExtension()
     arguments = {"honed_attach": ({},), "honed_stage": ([],), "honed_staged": ("v",), "honed_apply": ("v", False)}
     answers = {name: getattr(bare, name)(*given) for name, given in arguments.items()}
-    answers |= {"honed_checksum": bare.honed_checksum(0), "honed_begin": bare.honed_begin()}
+    answers |= {"honed_begin_checksum": bare.honed_begin_checksum(), "honed_checksum": bare.honed_checksum(0)}
+    answers |= {"honed_begin": bare.honed_begin()}
     assert all(set(answer) == {RANK_ERROR} for answer in answers.values()), answers
     methods = [name for name in vars(HonedWorkerExtension) if name.startswith("honed_")]
     assert all(hasattr(getattr(HonedWorkerExtension, name), "__wrapped__") for name in methods), methods

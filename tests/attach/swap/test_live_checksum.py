@@ -66,6 +66,21 @@ def test_what_can_not_be_hashed_is_said() -> None:
         finish(running)
 
 
+@pytest.mark.fault("ranks that wait for the part of one that has failed")
+def test_what_fails_on_a_rank_fails_before_any_rank_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def full(num_bytes: int, **more: object) -> torch.Tensor:
+        asked.append(num_bytes)
+        raise torch.OutOfMemoryError("no memory")
+
+    parts = [("a", TENSORS["norm.weight"], Shard(0, 2, 0)), ("b", TENSORS["layers.1.weight"], Shard(0, 2, 0, copies=2))]
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        LiveChecksum(parts, alone, CPU)
+    assert asked == [4 * 6 * 4 * (4 + 2)], "the largest tensor: parts of four ranks, and the whole of two"
+
+
 def test_a_rank_on_which_hashing_failed_still_takes_part_in_joining() -> None:
     """The others wait for it."""
     joined: list[int] = []
