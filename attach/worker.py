@@ -24,6 +24,7 @@ from honed.attach.engine.graphs import captured, padded_to_with_trees
 from honed.attach.runner.fed_verification import FedVerification
 from honed.attach.runner.idle_drafts import skip_idle_drafts
 from honed.attach.runner.runner import Runner, runner_of
+from honed.attach.runner.unfit_drafts import UnfitDrafts
 from honed.attach.runner.verified_drafts import VerifiedDrafts
 from honed.attach.swap.arriving_weights import take_updates
 from honed.attach.swap.deep_sleep import keep_through_sleep
@@ -97,7 +98,9 @@ class _WorkerSide:
 
 def _verified_drafts(worker: Any, errors: _Errors) -> VerifiedDrafts | None:
     """Made on the rank whose output the scheduler reads. V1 tells its scheduler the drafts, unless that runs ahead."""
-    if not worker.vllm_config.use_v2_model_runner or worker.rank != 0:
+    parallel = worker.vllm_config.parallel_config
+    told_by = parallel.world_size - parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
+    if not worker.vllm_config.use_v2_model_runner or worker.rank != told_by:
         return None
     try:
         made = VerifiedDrafts(worker.model_runner, worker.vllm_config.max_concurrent_batches)
@@ -152,6 +155,8 @@ class HonedWorkerExtension:
         self._honed_errors = _Errors()
         self._honed_reserve = DeviceReserve(self)
         self._honed_drafts = _verified_drafts(self, self._honed_errors)
+        if not runner.vllm_config.use_v2_model_runner:
+            UnfitDrafts(runner).wrap(self._honed_errors.note)
         if "estimates" in settings["wanted"]:
             try:
                 self._honed_fed = FedVerification(runner)
@@ -268,6 +273,11 @@ class HonedWorkerExtension:
         """Note that vLLM falls asleep, or that all of its memory is back: see `Swapper.rest`."""
         if self._honed_side is not None:
             self._honed_side.swapper.rest(is_asleep)
+
+    @_answering
+    def honed_begin_checksum(self) -> None:
+        """Begin a checksum of the live drafter weights; see `Swapper.begin_checksum`."""
+        self._honed_required().swapper.begin_checksum()
 
     @_answering
     def honed_checksum(self, part: int) -> tuple[str, int, int]:

@@ -44,6 +44,9 @@ FAULTS = (
     "a step with fewer drafts than were accepted, in a hybrid on a CPU",
     "a drafter that must be asked for all of its tokens",
     "a step with a new request that waits for the device",
+    "ranks that wait for the part of one that has failed",
+    "zeros in the place of drafts that counted as refused",
+    "pinned memory that grows with the drafter",
     # training and weights
     "captured rows that aren't finite",
     "captured tokens outside the vocabulary",
