@@ -106,9 +106,15 @@ class _HonedScheduler:
         vllms_logger.info("honed: attached as %s, for %s; daemon: %s", settings.engine_id, what, settings.socket_endpoint)
 
     def add_request(self, request: Any) -> None:
-        if self._honed is not None:
+        # Of a session that goes on, `_update_request_as_session` tells, perhaps later.
+        if self._honed is not None and request.request_id not in self.requests:  # type: ignore[attr-defined]
             self._honed.request_added(request)
         super().add_request(request)  # type: ignore[misc]
+
+    def _update_request_as_session(self, session: Any, *args: Any, **kwargs: Any) -> None:
+        super()._update_request_as_session(session, *args, **kwargs)  # type: ignore[misc]
+        if self._honed is not None:
+            self._honed.request_added(session)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         honed = self._honed

@@ -116,6 +116,8 @@ EVENTS: tuple[Clause, ...] = (
     # Tokens that are dropped after a preemption (attachment.py), and drafts that V2 keeps on the device
     # (verified_drafts.py).
     Method(_SCHED, "Scheduler", "_preempt_request", first=("request",)),
+    Method(_SCHED, "Scheduler", "_update_request_as_session", first=("session",)),
+    Attributes("v1/request.py", "RequestStatus", ("WAITING_FOR_STREAMING_REQ",)),
     Attributes("v1/request.py", "Request", ("drop_stale_output", "num_stale_output_tokens")),
     Attributes(_V2, "GPUModelRunner", ("req_states", "execute_model_state", "output_copy_stream", "adaptive_verification")),
     Method(_V2, "GPUModelRunner", "sample_tokens"),

@@ -112,6 +112,8 @@ class Attachment:
         """Whether each request of the last step has a draft length of its own."""
         self._in_prompt: set[str] = set()
         """Requests whose prompt isn't computed yet, or no longer is."""
+        self._waiting_sessions: set[str] = set()
+        """Running requests that wait for their client's next input."""
         self._with_stale_steps: set[str] = set()
         # V1's worker has only the drafts of the step before.
         self._are_drafts_forgotten = vllm_config.scheduler_config.async_scheduling and not vllm_config.use_v2_model_runner
@@ -165,7 +167,8 @@ class Attachment:
 
     @guarded
     def request_added(self, request: Any) -> None:
-        """Take in a new request: the engine is busy from here on."""
+        """Take in a new request, or a session that goes on with more input: the engine is busy from here on."""
+        self._waiting_sessions.discard(request.request_id)
         adapter = request.lora_request.lora_name if request.lora_request is not None else ""
         labels, tracked = self._requests.add(request.request_id, request.sampling_params, request.num_tokens, adapter)
         self._recorder.started(request.request_id, tracked)
@@ -179,6 +182,7 @@ class Attachment:
     def request_freed(self, request_id: str) -> None:
         """Forget a request, however it ended; after the last one the engine is idle."""
         self._requests.remove(request_id)
+        self._waiting_sessions.discard(request_id)
         self._recorder.over(request_id)
         self._in_prompt.discard(request_id)
         self._struck.finish(request_id)
@@ -193,6 +197,9 @@ class Attachment:
         """
         self._in_prompt.add(request.request_id)
         self._struck.drop(request.request_id)
+        if request.status.name == "WAITING_FOR_STREAMING_REQ":
+            self._waiting_sessions.add(request.request_id)
+            self._set_busy()
         if request.drop_stale_output and request.num_stale_output_tokens > 0:
             self._with_stale_steps.add(request.request_id)
 
@@ -460,7 +467,7 @@ class Attachment:
         return max(int(waiting) - int(getattr(self._scheduler, "num_waiting_for_streaming_input", 0)), 0)
 
     def _set_busy(self) -> None:
-        self._busy.set(self.commands.is_asleep or len(self._requests) > 0)
+        self._busy.set(self.commands.is_asleep or len(self._requests) > len(self._waiting_sessions))
 
     def _note_drafter(self, version: str) -> None:
         self._drafter_version = version

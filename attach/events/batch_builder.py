@@ -66,8 +66,6 @@ class BatchBuilder:
         """Take in that a request came or went."""
         if isinstance(change, Over):
             self._running.pop(change.request_id, None)
-        elif (session := self._running.get(change.request_id)) is not None:  # more input for a request that waited for it
-            session.num_prompt_tokens = session.num_tokens = session.num_tokens + change.request.num_tokens
         else:
             self._running[change.request_id] = change.request
 

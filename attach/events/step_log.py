@@ -88,7 +88,7 @@ class Step(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A request came in."""
+    """A request came in, or more input for a session: its tokens are all that it has then."""
 
     request_id: str
     request: Tracked

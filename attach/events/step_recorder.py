@@ -56,21 +56,25 @@ class StepRecorder:
         self._emitted: list[list[int]] | None = None
         self._drafts: Any = _NOTHING
         self._num_verified: Any = None
-        self._over: list[str] = []
+        self._later: list[Started | Over] = []
+        """What came and went while the results of the current step are taken in: they are logged first."""
         self._ended_ns = 0
         self.spent_ns = 0
         """Time spent in the calls for the current step so far."""
 
     def started(self, request_id: str, request: Tracked) -> None:
-        """Log a new request."""
-        self._log.append(Started(request_id, request))
+        """Log a new request, or a session that goes on with more input."""
+        self._note(Started(request_id, request))
 
     def over(self, request_id: str) -> None:
-        """Log a request's end; if the results of its last step are being taken in, log these first."""
+        """Log a request's end."""
+        self._note(Over(request_id))
+
+    def _note(self, entry: Started | Over) -> None:
         if self._output is None:
-            self._log.append(Over(request_id))
+            self._log.append(entry)
         else:
-            self._over.append(request_id)
+            self._later.append(entry)
 
     def begin(self, output: Any, runner_output: Any, dropped: Collection[str] = ()) -> None:
         """Begin to take in a step's results, without the requests in `dropped`."""
@@ -119,10 +123,9 @@ class StepRecorder:
             )
             self._log.append(step)
         self._output = None
-        if self._over:
-            for request_id in self._over:
-                self._log.append(Over(request_id))
-            self._over.clear()
+        for entry in self._later:
+            self._log.append(entry)
+        self._later.clear()
         self.spent_ns += time.perf_counter_ns() - began_ns
         return step
 

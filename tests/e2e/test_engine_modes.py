@@ -302,6 +302,49 @@ def test_grammars_and_requests_that_are_given_up(answers: dict[str, list[list[in
         assert running.honed.errors.count == 0
 
 
+@pytest.mark.fault("a session's later input that moved the rounds of the answer before it")
+def test_a_session_that_gets_more_input_while_it_answers(tmp_path: Path) -> None:
+    """It gets it once its answer is over. While it waits for its client, the engine is idle."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    with engine(tmp_path, **SMALL) as running:
+        set_policy(running)
+        ids = running.llm.get_tokenizer().encode(prompts()[0])
+        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+
+        def give(tokens: list[int]) -> None:
+            running.scheduler.add_request(Request("s", list(tokens), params, None, resumable=True))
+
+        def steps(number: int) -> None:
+            for _ in range(number):
+                running.core.step_fn()
+
+        give(ids[:24])
+        steps(3)
+        session = running.scheduler.requests["s"]
+        assert not session.is_finished()
+        give(ids[24:30])
+        assert len(session.streaming_queue) == 1, "it didn't answer any more: this test shows nothing"
+        steps(60)
+        assert session.status.name == "WAITING_FOR_STREAMING_REQ"
+        assert not running.honed._busy._is_busy
+        first = rounds(take_batches(running))
+        give(ids[30:36])
+        assert running.honed._busy._is_busy
+        steps(60)
+        rows = first + rounds(take_batches(running))
+        drafted = [row for row in rows if row["k"]]
+        assert running.counters() == counted(rows)
+        assert sum(row["num_emitted"] for row in rows) == 3 * 20 - 3, "each answer's first token comes with its prompt"
+        positions = [row["position"] for row in rows]
+        begins = [0, *(i for i in range(1, len(rows)) if positions[i] != positions[i - 1] + rows[i - 1]["num_emitted"])]
+        assert [positions[i] for i in begins] == [24, 24 + 19 + 6, 24 + 19 + 6 + 19 + 6]
+        assert any(row["accepted"] < row["k"] for row in drafted)
+        assert all(not row["trimmed"] for i, row in enumerate(rows) if i not in begins)
+        assert running.honed.errors.count == 0
+
+
 def test_a_grammar_holds_where_drafting_stops_and_begins(answers: dict[str, list[list[int]]], tmp_path: Path) -> None:
     from vllm import SamplingParams
 
