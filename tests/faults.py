@@ -122,6 +122,7 @@ FAULTS = (
     "ever new checkpoints that fill the disk",
     "sums of rounds that fill the disk",
     "odd figures in a peer's manifest",
+    "a damaged upload that nobody repairs",
     "escape sequences in text of others",
     "a terminal that isn't UTF-8",
     "a verdict that depends on what reads it",

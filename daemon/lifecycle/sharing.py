@@ -1,6 +1,6 @@
 """Sharing of drafter versions between hosts: active versions made here are offered; others' versions are tried here.
 
-    active, and made here   -> pushed to `registry.url`
+    active, and made here   -> pushed to `registry.url`, again if it is gone or cut off there
     newer there than here   -> fetched -> (`registry.try_fetched`) a canary on live traffic -> promoted, or not
     a trial runs            -> (`registry.pool_evidence`) its evidence goes there, and other hosts' comes here
 
@@ -160,7 +160,7 @@ class Sharing:
             paths = [engine.hello.target_path for engine in self._eligible.connected() if engine.hello is not None]
             targets = {digest: path for path in sorted(paths) if (digest := self._drafters.digest_of(path))}
         errors = list[str]()
-        if active is not None and self._settings.publish and _is_made_here(active) and active.sha256 not in self._seen:
+        if active is not None and self._settings.publish and _is_made_here(active):
             with _noting(errors):
                 self._note("pushed", active, shared.push(active.version))
         with _noting(errors):

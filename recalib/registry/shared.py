@@ -4,10 +4,10 @@
     URL/evidence/<sha256 of the old weights>/<sha256 of the new>/<trial>.json
 
 The URL is fsspec's (`file:///mnt/nfs/honed`, `s3://bucket/honed`, …). Versions are named by their content, since each host's
-registry has its own numbers. honed never changes or removes anything there. A version exists once its manifest does, which is
-written last. Fetched files are compared with it before they enter the registry. What isn't as its manifest says is downloaded
-again only once it was written anew, or after an hour. Each host keeps its own aliases: it decides itself which version is
-active.
+registry has its own numbers. honed removes nothing there. A version exists once its manifest does, which is written last. Its
+owner writes it again where its manifest or a file is missing or cut off. Fetched files are compared with the manifest before
+they enter the registry. What isn't as its manifest says is downloaded again only once it was written anew, or after an hour.
+Each host keeps its own aliases: it decides itself which version is active.
 
 Evidence is what a trial's bets have made so far (`adapt.monitor.evidence`). Only its own host writes a trial's file, again and
 again. Trials are kept: a product over all is a test, over chosen ones it isn't. The first `MOST_TRIALS` by name are read: names
@@ -123,19 +123,20 @@ class SharedRegistry:
         """By file: what tells its content apart, and its evidence."""
 
     def push(self, version: str) -> bool:
-        """Copy a version there, after comparing its bytes with its manifest. False: it was already there.
+        """Copy a version there, after comparing its bytes with its manifest. False: it was already there, of full length.
 
         Raises:
             RegistryError: it is damaged here, or can't be written there.
         """
-        manifest = self._registry.verify(version)
+        manifest = self._registry.get(version)
         folder, place = self._registry.path(version), f"{self._versions}/{manifest.sha256}"
         origin = manifest.origin or f"{socket.gethostname()}:{version}"
         text = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, origin=origin)))
 
         def copy() -> bool:
-            if self._fs.exists(f"{place}/{MANIFEST}"):
+            if self._is_complete(manifest, (folder / CONFIG).stat().st_size):
                 return False
+            self._registry.verify(version)
             self._fs.makedirs(place, exist_ok=True)
             for name in (WEIGHTS, CONFIG):
                 self._fs.put_file(str(folder / name), f"{place}/{name}")
@@ -143,6 +144,15 @@ class SharedRegistry:
             return True
 
         return self._reaching(copy)
+
+    def _is_complete(self, manifest: Manifest, config_bytes: int) -> bool:
+        """Look afresh whether a version is there, as far as can be told without reading its weights."""
+        self._fs.invalidate_cache()
+        there, place = self._read_manifest(manifest.sha256), f"{self._versions}/{manifest.sha256}"
+        if there is None or (there.bytes, there.config_sha256) != (manifest.bytes, manifest.config_sha256):
+            return False
+        lengths = {WEIGHTS: manifest.bytes, CONFIG: config_bytes}
+        return all(_size(self._about(f"{place}/{name}")) == num_bytes for name, num_bytes in lengths.items())
 
     def listing(self) -> list[Manifest]:
         """List what is there, oldest first; an unreadable manifest means an unfinished upload. Raises RegistryError."""
@@ -165,8 +175,8 @@ class SharedRegistry:
 
     def _fetch(self, manifest: Manifest, target_path: str) -> Manifest:
         place = f"{self._versions}/{manifest.sha256}"
-        cure = f"remove {place}, and push it again"
-        found = {name: self._fs.info(f"{place}/{name}") for name in (WEIGHTS, CONFIG)}
+        cure = f"remove {place}; the host that made it writes it again, while it is active there"
+        found = {name: self._about(f"{place}/{name}") for name in (WEIGHTS, CONFIG)}
         stamp, now_s = " ".join(map(_stamp, found.values())), self._monotonic()
         known = self._damaged.get(manifest.sha256)
         if known is not None and known[0] == stamp and now_s < known[1]:
@@ -177,8 +187,9 @@ class SharedRegistry:
                 (WEIGHTS, manifest.sha256, manifest.bytes, manifest.bytes),
                 (CONFIG, manifest.config_sha256, 0, MAX_DOCUMENT_BYTES),
             ):
-                num_bytes = _size(found[name])
-                if num_bytes is None or not least_bytes <= num_bytes <= most_bytes:
+                if (num_bytes := _size(found[name])) is None:
+                    raise RegistryError(f"{place}/{name} is missing, or no file: {cure}")
+                if not least_bytes <= num_bytes <= most_bytes:
                     wanted = f"{most_bytes}" if least_bytes == most_bytes else f"at most {most_bytes}"
                     raise RegistryError(f"{place}/{name} has {num_bytes} bytes, {wanted} are expected: {cure}")
                 self._fs.get_file(f"{place}/{name}", str(folder / name))
@@ -196,6 +207,7 @@ class SharedRegistry:
         except RegistryError as error:
             if not isinstance(error.__cause__, OSError):  # it is damaged; the disk and the network may be well again soon
                 self._damaged[manifest.sha256] = stamp, now_s + DAMAGED_S, str(error)
+                self._known.pop(manifest.sha256, None)  # the damage may be the manifest's
             raise
 
     def tell(self, old: str, new: str, trial: str, pairs: int, evidence: Mapping[str, Floats]) -> None:
@@ -255,22 +267,32 @@ class SharedRegistry:
             return []
         return found
 
+    def _about(self, place: str) -> dict[str, Any]:
+        """What the file system says of a file; nothing of a missing one."""
+        try:
+            found: dict[str, Any] = self._fs.info(place)
+        except FileNotFoundError:
+            return {}
+        return found
+
     def _manifest(self, name: str) -> Manifest | None:
-        """Read a manifest, once: it is immutable."""
-        if name not in self._known:
-            try:
-                place = f"{self._versions}/{name}/{MANIFEST}"
-                if _size(self._fs.info(place)) is None:
-                    return None
-                # A longer one is cut, and so isn't JSON. By name: s3fs has another parameter before these.
-                text = self._fs.cat_file(place, start=0, end=MAX_DOCUMENT_BYTES)
-                manifest = msgspec.json.decode(text, type=Manifest)
-            except (FileNotFoundError, msgspec.DecodeError):
-                return None
-            if manifest.sha256 != name:
-                return None
+        """A version's manifest, which is read once: only that of a damaged version ever changes."""
+        if name not in self._known and (manifest := self._read_manifest(name)) is not None:
             self._known[name] = manifest
-        return self._known[name]
+        return self._known.get(name)
+
+    def _read_manifest(self, name: str) -> Manifest | None:
+        """Read the manifest of the weights with this digest; None if there is none that can be read."""
+        place = f"{self._versions}/{name}/{MANIFEST}"
+        if _size(self._about(place)) is None:
+            return None
+        try:
+            # A longer one is cut, and so isn't JSON. By name: s3fs has another parameter before these.
+            text = self._fs.cat_file(place, start=0, end=MAX_DOCUMENT_BYTES)
+            manifest = msgspec.json.decode(text, type=Manifest)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+        return manifest if manifest.sha256 == name else None
 
     def _reaching(self, work: Callable[[], T]) -> T:
         """Turn any file system's exceptions into RegistryError, so that callers needn't know them."""

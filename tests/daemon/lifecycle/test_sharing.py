@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -199,6 +200,20 @@ def test_a_host_that_can_not_push_still_fetches(make_host: Callable[..., Host], 
     one.promote(one.make(2.0).version)
     wait_for(lambda: other.shared()["fetched"] == 1, "the fetch")
     assert other.shared()["pushed"] == 0
+
+
+@pytest.mark.fault("a damaged upload that nobody repairs")
+def test_what_was_removed_there_comes_back_while_it_is_active(make_host: Callable[..., Host], folder: Path) -> None:
+    one = make_host("one")
+    made = one.make(1.0)
+    one.promote(made.version)
+    wait_for(lambda: one.shared()["pushed"] == 1, "the push")
+    looked = one.shared()["last_success_unix_s"]
+    wait_for(lambda: one.shared()["last_success_unix_s"] > looked + 0.5, "two more looks")
+    assert one.shared()["pushed"] == 1, "it is there"
+    shutil.rmtree(folder / "shared" / "versions" / made.sha256)
+    wait_for(lambda: one.shared()["pushed"] == 2, "the next push")
+    assert [m.sha256 for m in SharedRegistry(one.shared()["url"], one.service.drafters.registry).listing()] == [made.sha256]
 
 
 def test_credentials_of_the_url_are_shown_to_nobody(make_host: Callable[..., Host]) -> None:

@@ -115,11 +115,50 @@ def test_a_version_without_its_manifest_is_not_there_yet(here: Side, there: Side
     place = f"{shared._versions}/{made.sha256}"
     shared._fs.rm(f"{place}/manifest.json")
     assert there[1].listing() == []
-    shared._fs.pipe_file(f"{place}/manifest.json", b'{"version": "v00')
-    assert there[1].listing() == []
-    shared._fs.rm(f"{place}/manifest.json")
-    assert shared.push(made.version)
+    for cut_off in (b'{"version": "v00', b""):  # its host or its disk failed while it was written
+        shared._fs.pipe_file(f"{place}/manifest.json", cut_off)
+        assert there[1].listing() == []
+        assert shared.push(made.version)
+        assert not shared.push(made.version)
     assert [m.sha256 for m in there[1].listing()] == [made.sha256]
+
+
+@pytest.mark.fault("a damaged upload that nobody repairs")
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_file_that_is_gone_or_cut_off_there_is_pushed_again(
+    here: Side, there: Side, target: Path, name: str, is_there: bool
+) -> None:
+    _, shared = here
+    made = pushed(here, target)
+    place = f"{shared._versions}/{made.sha256}/{name}"
+    data = shared._fs.cat_file(place)
+    shared._fs.rm(place)
+    if is_there:
+        shared._fs.pipe_file(place, data[:-1])
+    (found,) = there[1].missing([made.target_sha256])
+    wrong = "has .* its manifest says" if is_there and name == "config.json" else "has .* bytes" if is_there else "is missing"
+    refused(there[1], found, target, f"{name} {wrong}.*: remove .*; the host that made it writes it again")
+    assert shared.push(made.version)
+    assert not shared.push(made.version)
+    assert there[1].fetch(found, str(target)).sha256 == made.sha256
+
+
+@pytest.mark.fault("a damaged upload that nobody repairs")
+@pytest.mark.parametrize("damage", [{"bytes": 7}, {"config_sha256": "0" * 64}])
+def test_a_manifest_of_other_files_is_pushed_again_and_read_again(
+    here: Side, there: Side, target: Path, damage: dict[str, Any]
+) -> None:
+    _, shared = here
+    made = pushed(here, target)
+    place = f"{shared._versions}/{made.sha256}/manifest.json"
+    shared._fs.pipe_file(place, json.dumps(json.loads(shared._fs.cat_file(place)) | damage).encode())
+    (found,) = there[1].missing([made.target_sha256])
+    refused(there[1], found, target, "the host that made it writes it again")
+    time.sleep(0.01)  # the file system's clock has steps
+    assert shared.push(made.version)
+    (found,) = there[1].missing([made.target_sha256])
+    assert there[1].fetch(found, str(target)).sha256 == made.sha256
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
@@ -132,7 +171,7 @@ def test_what_was_changed_there_is_refused_and_leaves_nothing_here(here: Side, t
     other_registry, other = there
     before = other_registry.versions()
     (found,) = other.missing([made.target_sha256])
-    with pytest.raises(RegistryError, match=rf"{name} has sha256 .* push it again"):
+    with pytest.raises(RegistryError, match=rf"{name} has sha256 .* writes it again"):
         other.fetch(found, str(target))
     assert other_registry.versions() == before
     assert [p.name for p in (other_registry.root / "versions").iterdir() if p.name.startswith(".")] == []
@@ -197,9 +236,9 @@ def test_what_is_damaged_is_downloaded_again_once_it_was_written_anew_or_after_a
     other = SharedRegistry(shared.url, Registry(tmp_path / "there"), lambda: now_s)
     (found,) = other.missing([made.target_sha256])
     copied = downloads(other, monkeypatch)
-    refused(other, found, target, "model.safetensors has sha256 .* push it again")
+    refused(other, found, target, "model.safetensors has sha256 .* writes it again")
     now_s = 6.0 + DAMAGED_S
-    refused(other, found, target, "model.safetensors has sha256 .* push it again")
+    refused(other, found, target, "model.safetensors has sha256 .* writes it again")
     assert copied == [place]
     now_s = 7.0 + DAMAGED_S
     refused(other, found, target, "has sha256")
@@ -237,7 +276,7 @@ def test_what_is_cut_off_there_is_not_downloaded(
     shared._fs.pipe_file(place, shared._fs.cat_file(place)[:-1])
     (found,) = there[1].missing([made.target_sha256])
     copied = downloads(there[1], monkeypatch)
-    refused(there[1], found, target, f"has {made.bytes - 1} bytes, {made.bytes} are expected: remove .* push it again")
+    refused(there[1], found, target, f"has {made.bytes - 1} bytes, {made.bytes} are expected: remove .* writes it again")
     assert copied == []
 
 
@@ -329,7 +368,7 @@ def test_a_pipe_in_the_shared_place_blocks_nobody(tmp_path: Path, target: Path, 
     if name == "manifest.json":
         assert other.listing() == []
     else:
-        with pytest.raises(RegistryError, match="has None bytes"):
+        with pytest.raises(RegistryError, match="is missing, or no file"):
             other.fetch(made, str(target))
 
 
