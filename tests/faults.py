@@ -123,6 +123,8 @@ FAULTS = (
     "sums of rounds that fill the disk",
     "odd figures in a peer's manifest",
     "a damaged upload that nobody repairs",
+    "a damaged version before a sound one",
+    "a version from a host whose clock is ahead",
     "escape sequences in text of others",
     "a terminal that isn't UTF-8",
     "a verdict that depends on what reads it",

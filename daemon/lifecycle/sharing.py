@@ -34,7 +34,7 @@ from honed.daemon.store.journal import Journal
 from honed.daemon.store.operations import Operations
 from honed.daemon.store.store import Store
 from honed.recalib.registry.manifest import Manifest, RegistryError
-from honed.recalib.registry.shared import SharedRegistry, without_credentials
+from honed.recalib.registry.shared import DamagedVersionError, SharedRegistry, without_credentials
 
 log = structlog.get_logger("honed.sharing")
 
@@ -170,12 +170,19 @@ class Sharing:
         return list(dict.fromkeys(errors))  # a registry out of reach has one reason
 
     def _fetch(self, shared: SharedRegistry, active: Manifest | None, targets: dict[str, str], errors: list[str]) -> None:
-        newest = {manifest.target_sha256: manifest for manifest in shared.missing(targets)}
-        for manifest in newest.values():
-            if not _is_news(manifest, active) or manifest.sha256 in self._seen:
+        """Fetch the newest sound version for each target, if it is news."""
+        done = set[str]()
+        for manifest in reversed(shared.missing(targets)):
+            target = manifest.target_sha256
+            if target in done or not _is_news(manifest, active) or manifest.sha256 in self._seen:
                 continue
+            done.add(target)
             with _noting(errors):  # the other targets' versions may be sound
-                made = shared.fetch(manifest, targets[manifest.target_sha256])
+                try:
+                    made = shared.fetch(manifest, targets[target])
+                except DamagedVersionError:  # and so may be an older one
+                    done.remove(target)
+                    raise
                 self._note("fetched", made, True)
                 with self._lock:
                     self._untried[made.version] = made

@@ -22,6 +22,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,7 @@ from honed.recalib.registry.manifest import CONFIG, MANIFEST, WEIGHTS, Manifest,
 from honed.recalib.registry.registry import Registry
 
 T = TypeVar("T")
+_BY_DATE = attrgetter("created_unix_s")
 _CREDENTIALS = re.compile(r"//\S*@")
 """A secret may have a slash in it."""
 _SAME_USER = "the user honed must have the same uid and gid on every host, and own the place (docs/operate.md)"
@@ -53,6 +55,10 @@ DAMAGED_S = 3600.0
 """Time after which a damaged version is downloaded again though nobody wrote it anew: the damage may be the network's."""
 _TRIAL = re.compile(r"[0-9a-f]{8,64}\.json")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class DamagedVersionError(RegistryError):
+    """What is there isn't the drafter that its manifest describes; others there may be sound."""
 
 
 class TrialReport(msgspec.Struct, frozen=True):
@@ -96,13 +102,19 @@ def without_credentials(text: str) -> str:
 class SharedRegistry:
     """Versions under one URL, and transfers between there and this host's registry."""
 
-    def __init__(self, url: str, registry: Registry, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        url: str,
+        registry: Registry,
+        monotonic: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         """Find the file system for the URL's protocol; nothing is read yet.
 
         Raises:
             RegistryError: there is none, or fsspec isn't installed.
         """
-        self.url, self._registry, self._monotonic = url, registry, monotonic
+        self.url, self._registry, self._monotonic, self._clock = url, registry, monotonic, clock
         try:
             import fsspec
             import fsspec.implementations.local
@@ -117,6 +129,7 @@ class SharedRegistry:
         self._versions = f"{self._root.rstrip('/')}/versions"
         self._evidence = f"{self._root.rstrip('/')}/evidence"
         self._known: dict[str, Manifest] = {}
+        self._first_seen_unix_s: dict[str, float] = {}
         self._damaged: dict[str, tuple[str, float, str]] = {}
         """By digest of the weights: what tells the files' content apart, time of the next download, and the error."""
         self._heard: dict[str, tuple[str, dict[str, Floats]]] = {}
@@ -155,14 +168,23 @@ class SharedRegistry:
         return all(_size(self._about(f"{place}/{name}")) == num_bytes for name, num_bytes in lengths.items())
 
     def listing(self) -> list[Manifest]:
-        """List what is there, oldest first; an unreadable manifest means an unfinished upload. Raises RegistryError."""
+        """List what is there, oldest first; an unreadable manifest means an unfinished upload. Raises RegistryError.
+
+        None is dated later than it was first seen here: the clock of its host may be ahead.
+        """
 
         def read() -> list[Manifest]:
             names = {path.rstrip("/").rsplit("/", 1)[-1] for path in self._entries(self._versions, detail=False)}
             found = [self._manifest(name) for name in sorted(names) if _SHA256.fullmatch(name)]
-            return sorted((manifest for manifest in found if manifest is not None), key=lambda m: m.created_unix_s)
+            return sorted((manifest for manifest in found if manifest is not None), key=_BY_DATE)
 
-        return self._reaching(read)
+        found, now_s = self._reaching(read), self._clock()
+        latest = [self._first_seen_unix_s.setdefault(one.sha256, now_s) for one in found]
+        dated = [
+            msgspec.structs.replace(one, created_unix_s=min(one.created_unix_s, most))
+            for one, most in zip(found, latest, strict=True)
+        ]
+        return sorted(dated, key=_BY_DATE)  # of equal dates, in the order of those that they were given
 
     def missing(self, targets: Collection[str]) -> list[Manifest]:
         """List versions that are there and not here, for targets with one of these digests; oldest first."""
@@ -170,7 +192,12 @@ class SharedRegistry:
         return [m for m in self.listing() if (m.sha256, m.target_sha256) not in here and m.target_sha256 in targets]
 
     def fetch(self, manifest: Manifest, target_path: str) -> Manifest:
-        """Add a version from there to the registry. Raises RegistryError: unreadable, or not what its manifest says."""
+        """Add a version from there to the registry.
+
+        Raises:
+            DamagedVersionError: it isn't what its manifest says, or no drafter that this honed knows.
+            RegistryError: it can't be read, or the disk fails.
+        """
         return self._reaching(lambda: self._fetch(manifest, target_path))
 
     def _fetch(self, manifest: Manifest, target_path: str) -> Manifest:
@@ -180,7 +207,7 @@ class SharedRegistry:
         stamp, now_s = " ".join(map(_stamp, found.values())), self._monotonic()
         known = self._damaged.get(manifest.sha256)
         if known is not None and known[0] == stamp and now_s < known[1]:
-            raise RegistryError(known[2])
+            raise DamagedVersionError(known[2])
 
         def write(folder: Path) -> None:
             for name, told, least_bytes, most_bytes in (
@@ -205,10 +232,11 @@ class SharedRegistry:
         try:
             return self._registry.create(write, target_path=target_path, **about)
         except RegistryError as error:
-            if not isinstance(error.__cause__, OSError):  # it is damaged; the disk and the network may be well again soon
-                self._damaged[manifest.sha256] = stamp, now_s + DAMAGED_S, str(error)
-                self._known.pop(manifest.sha256, None)  # the damage may be the manifest's
-            raise
+            if isinstance(error.__cause__, OSError):  # the disk and the network may be well again soon
+                raise
+            self._damaged[manifest.sha256] = stamp, now_s + DAMAGED_S, str(error)
+            self._known.pop(manifest.sha256, None)  # the damage may be the manifest's
+            raise DamagedVersionError(str(error)) from error
 
     def tell(self, old: str, new: str, trial: str, pairs: int, evidence: Mapping[str, Floats]) -> None:
         """Write a trial's evidence, in place of what it told before. Raises RegistryError.

@@ -19,7 +19,7 @@ from honed.daemon.service import Service
 from honed.daemon.settings.settings import load
 from honed.daemon.views.findings import findings
 from honed.daemon.views.views import status
-from honed.recalib.registry.manifest import RegistryError
+from honed.recalib.registry.manifest import Manifest, RegistryError
 from honed.recalib.registry.shared import SharedRegistry
 from tests.daemon.conftest import flags_in, wait_for
 from tests.daemon.exposition import scrape
@@ -119,7 +119,8 @@ def test_what_does_worse_there_goes_out_again_and_is_not_fetched_twice(make_host
     assert len(other.service.drafters.registry.versions()) == 2
 
 
-def test_a_damaged_version_costs_other_targets_and_trials_nothing(
+@pytest.mark.fault("a damaged version before a sound one")
+def test_a_damaged_version_costs_others_and_trials_nothing(
     make_host: Callable[..., Host], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second = folder / "second"
@@ -128,10 +129,10 @@ def test_a_damaged_version_costs_other_targets_and_trials_nothing(
     save_file({"model.norm.weight": np.full(4, 2.0, np.float32)}, second / "model.safetensors")
     one = make_host("one", publish=False)
     registry = one.service.drafters.registry
-    damaged = one.make(1.0)  # the older one comes first
+    older, damaged = one.make(0.5), one.make(1.0)
     good = registry.create(lambda at: write_checkpoint(at, 2.0), scope="kv-frozen", target_path=str(second))
     place = SharedRegistry(f"file://{folder}/staging", registry)
-    for manifest in (damaged, good):
+    for manifest in (older, damaged, good):
         place.push(manifest.version)
     weights = folder / "staging" / "versions" / damaged.sha256 / "model.safetensors"
     weights.chmod(0o640)
@@ -151,12 +152,33 @@ def test_a_damaged_version_costs_other_targets_and_trials_nothing(
         monkeypatch.setattr(LocalFileSystem, "get_file", noting)
         (folder / "shared").mkdir(exist_ok=True)
         (folder / "staging" / "versions").rename(folder / "shared" / "versions")
-        wait_for(lambda: other.shared()["fetched"] == 1, "the sound version of the second target")
+        wait_for(lambda: other.shared()["fetched"] == 2, "the sound versions of both targets")
+        assert {older.sha256, good.sha256} < {m.sha256 for m in other.service.drafters.registry.versions()}
         wait_for(lambda: list((folder / "shared" / "evidence").rglob("*.json")), "the trial's evidence")
         errors = other.shared()["errors"]
         wait_for(lambda: other.shared()["errors"] > errors + 1, "two more looks")
         assert "its manifest says" in other.shared()["last_error"]
         assert [Path(at).name for at in copied if damaged.sha256 in at] == [weights.name], "and it is downloaded once"
+
+
+def test_where_a_transfer_fails_only_the_newest_version_is_tried(
+    make_host: Callable[..., Host], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = make_host("one", publish=False)
+    made = [one.make(value) for value in (1.0, 2.0)]
+    place = SharedRegistry(f"file://{folder}/shared", one.service.drafters.registry)
+    for manifest in made:
+        place.push(manifest.version)
+    asked = list[str]()
+
+    def gone(_: SharedRegistry, manifest: Manifest, target_path: str) -> Manifest:
+        asked.append(manifest.sha256)
+        raise RegistryError("can't fetch: connection reset")
+
+    monkeypatch.setattr(SharedRegistry, "fetch", gone)
+    other = make_host("other")
+    wait_for(lambda: other.shared()["errors"] > 1, "two looks")
+    assert set(asked) == {made[-1].sha256}
 
 
 def test_imported_weights_stay_where_they_are_and_older_ones_are_not_wanted(make_host: Callable[..., Host]) -> None:

@@ -109,6 +109,30 @@ def test_versions_come_in_the_order_in_which_they_were_made(here: Side, there: S
     assert [m.sha256 for m in there[1].missing([made[0].target_sha256])] == [m.sha256 for m in made]
 
 
+@pytest.mark.fault("a version from a host whose clock is ahead")
+def test_versions_of_a_host_whose_clock_is_ahead_are_as_old_as_they_are_known(here: Side, tmp_path: Path, target: Path) -> None:
+    registry, shared = here
+    now_s = time.time()
+    there = SharedRegistry(shared.url, Registry(tmp_path / "there"), clock=lambda: now_s)
+
+    def push(value: int, created_unix_s: float) -> Manifest:
+        made = registry.create(checkpoint(value), target_path=str(target), created_unix_s=created_unix_s)
+        shared.push(made.version)
+        return made
+
+    ahead = [push(i, now_s + 86400.0 + i) for i in range(4)]
+    found = there.missing([ahead[0].target_sha256])
+    assert [m.sha256 for m in found] == [m.sha256 for m in ahead], "they stay in their order"
+    assert {m.created_unix_s for m in found} == {now_s}
+    fetched = there.fetch(found[-1], str(target))
+    assert fetched.created_unix_s == now_s
+    now_s += 100.0
+    later = push(9, now_s - 50.0)
+    found = there.missing([later.target_sha256])
+    assert [m.sha256 for m in found] == [m.sha256 for m in (*ahead[:-1], later)], "a later one is newer"
+    assert found[-1].created_unix_s == later.created_unix_s > fetched.created_unix_s
+
+
 def test_a_version_without_its_manifest_is_not_there_yet(here: Side, there: Side, target: Path) -> None:
     _, shared = here
     made = pushed(here, target)
