@@ -142,8 +142,6 @@ class Sharing:
     def _exchange(self, shared: SharedRegistry) -> None:
         try:
             errors = self._share(shared)
-            for text in errors:
-                log.warning("versions can't be shared", error=text)
             with self._lock:
                 self.last_error = "; ".join(errors)
                 if errors:
@@ -161,13 +159,26 @@ class Sharing:
             targets = {digest: path for path in sorted(paths) if (digest := self._drafters.digest_of(path))}
         errors = list[str]()
         if active is not None and self._settings.publish and _is_made_here(active):
-            with _noting(errors):
+            with self._noting(errors):
                 self._note("pushed", active, shared.push(active.version))
-        with _noting(errors):
+        with self._noting(errors):
             self._fetch(shared, active, targets, errors)
-        with _noting(errors):
+        with self._noting(errors):
             self._pool(shared)
-        return list(dict.fromkeys(errors))  # a registry out of reach has one reason
+        return errors
+
+    @contextmanager
+    def _noting(self, errors: list[str]) -> Iterator[None]:
+        """Tell of an error at once: what comes next may wait long for a mute server."""
+        try:
+            yield
+        except RegistryError as error:
+            if (text := str(error)) in errors:  # a registry out of reach has one reason
+                return
+            errors.append(text)
+            log.warning("versions can't be shared", error=text)
+            with self._lock:
+                self.last_error = "; ".join(errors)
 
     def _fetch(self, shared: SharedRegistry, active: Manifest | None, targets: dict[str, str], errors: list[str]) -> None:
         """Fetch the newest sound version for each target, if it is news."""
@@ -177,7 +188,7 @@ class Sharing:
             if target in done or not _is_news(manifest, active) or manifest.sha256 in self._seen:
                 continue
             done.add(target)
-            with _noting(errors):  # the other targets' versions may be sound
+            with self._noting(errors):  # the other targets' versions may be sound
                 try:
                     made = shared.fetch(manifest, targets[target])
                 except DamagedVersionError:  # and so may be an older one
@@ -281,14 +292,6 @@ class Sharing:
             return {}
         fetched = [one for one in self._drafters.registry.versions() if one.state == "ready" and one.origin]
         return {one.version: one for one in fetched if one.trial_key not in tried}
-
-
-@contextmanager
-def _noting(errors: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except RegistryError as error:
-        errors.append(str(error))
 
 
 def _is_news(manifest: Manifest, active: Manifest | None) -> bool:

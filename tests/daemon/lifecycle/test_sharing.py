@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,28 @@ def test_a_host_that_can_not_push_still_fetches(make_host: Callable[..., Host], 
     one.promote(one.make(2.0).version)
     wait_for(lambda: other.shared()["fetched"] == 1, "the fetch")
     assert other.shared()["pushed"] == 0
+
+
+def test_a_failed_push_is_said_while_the_fetch_waits(make_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = make_host("one")
+    has_failed, is_over = threading.Event(), threading.Event()
+
+    def push(_: SharedRegistry, version: str) -> bool:
+        has_failed.set()
+        raise RegistryError("no answer")
+
+    def missing(_: SharedRegistry, targets: Collection[str]) -> list[Manifest]:
+        if has_failed.is_set():
+            is_over.wait(60.0)
+        return []
+
+    monkeypatch.setattr(SharedRegistry, "push", push)
+    monkeypatch.setattr(SharedRegistry, "missing", missing)
+    try:
+        one.promote(one.make(1.0).version)
+        wait_for(lambda: one.shared()["last_error"] == "no answer", "the error", 10.0)
+    finally:
+        is_over.set()
 
 
 @pytest.mark.fault("a damaged upload that nobody repairs")
