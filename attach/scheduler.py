@@ -28,11 +28,10 @@ ABILITIES = {
     "events": "events",
     "draft_length": "draft lengths",
     "estimates": "vLLM's own draft lengths",
-    "trees": "draft trees",
     "capture": "capture",
     "swap": "swaps",
 }
-"""Capabilities, as the log names them."""
+"""Capabilities that are known before the workers are, as the log names them."""
 
 
 def make_scheduler(*args: Any, **kwargs: Any) -> Scheduler:

@@ -115,18 +115,17 @@ class RowWriter:
         """Make a ring again when rows come, though there was no room last time."""
         self._is_refused = False
 
-    def take(self, rows: CapturedRows, is_apart: bool | None = None) -> None:
-        """Write rows that have arrived; what waits is bounded by the pinned memory that there is for them.
+    def take(self, rows: CapturedRows) -> None:
+        """Write rows that have arrived, on the thread if they came from a GPU.
 
-        Args:
-            is_apart: write on the thread; None: if they came from a GPU.
+        What waits is bounded by the pinned memory that there is for them.
 
         Raises:
             ValueError, OSError: they couldn't be written; `raise_failure` raises the thread's errors.
         """
         if not rows.requests:
             rows.release()
-        elif rows.arrived is not None if is_apart is None else is_apart:
+        elif rows.arrived is not None:
             self._put(rows)
         else:
             self._write(rows)

@@ -121,10 +121,6 @@ class RingWriter:
         head = pack_rows_head(request, workload, "")
         self._append(KIND_END, [head], len(head), 0, 0, 0, 0)
 
-    def close(self) -> None:
-        """Close the file. It stays, so that a reader can still read what is in it."""
-        os.close(self._fd)
-
     def _append(self, kind: int, parts: list[Any], head: int, flags: int, rows: int, position: int, milli: int) -> None:
         payload_bytes = sum(memoryview(part).nbytes for part in parts)
         record = RecordHeader(kind, flags, self._num_records, self._written, payload_bytes, rows, head, milli, position)

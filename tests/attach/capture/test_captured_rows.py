@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,17 +43,19 @@ class Ring:
     def write_end(self, key: str, workload: str) -> None:
         self.seen.append(f"end of {key}")
 
-    def close(self) -> None:
-        self.seen.append("closed")
-
 
 def request(key: str) -> CapturedRequest:
     return CapturedRequest(key, "s", "w", 1, 0.0)
 
 
-def rows(of: CapturedRequest, first: int, count: int, version: str = "v1") -> CapturedRows:
+def rows(of: CapturedRequest, first: int, count: int, version: str = "v1", is_apart: bool = True) -> CapturedRows:
+    """Rows of one request; `is_apart`: as from a GPU, whose rows are written on the thread."""
     positions = torch.arange(first, first + count)
-    return CapturedRows([of], [count], torch.zeros(count, H), positions.int(), positions, None, None, version)
+    return CapturedRows([of], [count], torch.zeros(count, H), positions.int(), positions, None, event(is_apart), version)
+
+
+def event(is_apart: bool) -> Any:
+    return SimpleNamespace(query=lambda: True) if is_apart else None
 
 
 @contextlib.contextmanager
@@ -77,10 +80,10 @@ def wait(writer: RowWriter) -> None:
 def test_rows_and_ends_come_in_order(is_apart: bool) -> None:
     ring, a, b = Ring(), request("a"), request("b")
     writer = RowWriter(lambda size, dtype: ring)  # type: ignore[arg-type, return-value]
-    for written in (rows(a, 0, 2), rows(b, 0, 1), rows(a, 2, 1)):
-        writer.take(written, is_apart)
+    for of, first, count in ((a, 0, 2), (b, 0, 1), (a, 2, 1)):
+        writer.take(rows(of, first, count, is_apart=is_apart))
     writer.take_end(a)
-    writer.take(rows(b, 1, 1), is_apart)
+    writer.take(rows(b, 1, 1, is_apart=is_apart))
     writer.take_end(b)
     wait(writer)
     assert ring.seen == ["a@0", "a@1", "b@0", "a@2", "end of a", "b@1", "end of b"]
@@ -92,7 +95,7 @@ def test_nobody_waits_for_the_ring() -> None:
     writer = RowWriter(lambda size, dtype: ring)  # type: ignore[arg-type, return-value]
     ring.may_go.clear()
     for first in range(50):
-        writer.take(rows(a, first, 1), is_apart=True)
+        writer.take(rows(a, first, 1))
     assert ring.seen == []
     assert not writer.is_done
     ring.may_go.set()
@@ -106,7 +109,7 @@ def test_pinned_memory_is_given_back_once_its_rows_are_written() -> None:
     ring.may_go.clear()
     slots = [Slot(torch.empty(64), 0, 64) for _ in range(4)]
     for number, version in enumerate(("v1", "bad")):
-        writer.take(replace(rows(a, number, 1, version), held=tuple(slots[2 * number : 2 * number + 2])), is_apart=True)
+        writer.take(replace(rows(a, number, 1, version), held=tuple(slots[2 * number : 2 * number + 2])))
     assert not any(slot.is_free for slot in slots)
     ring.may_go.set()
     wait(writer)
@@ -116,8 +119,8 @@ def test_pinned_memory_is_given_back_once_its_rows_are_written() -> None:
 def test_what_goes_wrong_on_the_thread_is_told_once_and_stops_nothing() -> None:
     ring, a = Ring(), request("a")
     writer = RowWriter(lambda size, dtype: ring)  # type: ignore[arg-type, return-value]
-    writer.take(rows(a, 0, 2, "bad"), is_apart=True)
-    writer.take(rows(a, 2, 1), is_apart=True)
+    writer.take(rows(a, 0, 2, "bad"))
+    writer.take(rows(a, 2, 1))
     wait(writer)
     with pytest.raises(ValueError, match="refused"):
         writer.raise_failure()
@@ -135,7 +138,7 @@ def test_without_room_for_a_ring_none_is_tried_until_told_to() -> None:
 
     writer = RowWriter(make)
     for first in range(3):
-        writer.take(rows(a, first, 1), is_apart=True)
+        writer.take(rows(a, first, 1))
     writer.take_end(a)
     wait(writer)
     with pytest.raises(OSError, match="no space"):
@@ -143,7 +146,7 @@ def test_without_room_for_a_ring_none_is_tried_until_told_to() -> None:
     assert (tries, writer.num_skipped, writer.has_ring) == ([(H, "float32")], 3, False)
     writer.retry()
     with pytest.raises(OSError, match="no space"):
-        writer.take(rows(a, 3, 1), is_apart=False)
+        writer.take(rows(a, 3, 1, is_apart=False))
     assert len(tries) == 2
 
 
@@ -153,7 +156,7 @@ def test_an_idle_thread_ends_and_another_one_takes_over(monkeypatch: pytest.Monk
     writer = RowWriter(lambda size, dtype: ring)  # type: ignore[arg-type, return-value]
     threads = set()
     for first in range(3):
-        writer.take(rows(a, first, 1), is_apart=True)
+        writer.take(rows(a, first, 1))
         assert writer._thread is not None
         threads.add(thread := writer._thread)
         thread.join(30)
@@ -169,20 +172,20 @@ def test_rows_that_the_filesystem_refuses_are_counted_and_leave_a_gap(tmp_path: 
     """Rows of all requests of a step are counted, and what follows isn't joined to what came before."""
     a, b = request("a"), request("b")
     writer = RowWriter(lambda size, dtype: RingWriter(tmp_path / "ring", 1 << 20, size, dtype))
-    both = CapturedRows([a, b], [2, 3], torch.zeros(5, H), *(torch.tensor([2, 3, 0, 1, 2]),) * 2, None, None, "v1")
-    writer.take(rows(a, 0, 2), is_apart)
+    both = CapturedRows([a, b], [2, 3], torch.zeros(5, H), *(torch.tensor([2, 3, 0, 1, 2]),) * 2, None, event(is_apart), "v1")
+    writer.take(rows(a, 0, 2, is_apart=is_apart))
     wait(writer)
     with no_room():
         with contextlib.ExitStack() as stack:
             if not is_apart:
                 stack.enter_context(pytest.raises(OSError, match="File too large"))
-            writer.take(both, is_apart)
+            writer.take(both)
         wait(writer)
         writer.take_end(b)
     with pytest.raises(OSError, match="File too large"):
         writer.raise_failure()
     writer.raise_failure()
-    writer.take(rows(a, 4, 2), is_apart)
+    writer.take(rows(a, 4, 2, is_apart=is_apart))
     wait(writer)
     writer.take_end(a)
     assert (writer.num_rows, writer.num_skipped) == (4, 5)
@@ -202,7 +205,7 @@ def test_a_row_that_is_not_finite_is_dropped_and_counted(tmp_path: Path, dtype: 
     features[0, 1], features[3, 0], features[4, 3], features[8] = torch.nan, torch.inf, -torch.inf, torch.nan
     positions = torch.arange(9)
     rejected = torch.tensor([1])  # the last row is a refused draft's, and is no loss
-    writer.take(CapturedRows([a], [9], features, positions.int(), positions, rejected, None, "v1"), is_apart)
+    writer.take(CapturedRows([a], [9], features, positions.int(), positions, rejected, event(is_apart), "v1"))
     wait(writer)
     assert (writer.num_rows, writer.num_nonfinite, writer.num_skipped) == (5, 3, 0)
     found = RingReader(tmp_path / "ring").poll().records

@@ -33,7 +33,6 @@ def write_samples(paths: Any) -> list[Path]:
     for path in rings:
         ring = RingWriter(path, feature_size=8, feature_dtype="bfloat16", feature_kind="fused", capacity_bytes=1 << 16)
         ring.write_rows("request", "a", "", 0, np.arange(4, dtype=np.int32), np.zeros((4, 8), np.uint16), session=SECRET)
-        ring.close()
     spilled = paths.state_dir / "samples" / "8-bf16" / "1.safetensors"
     spilled.parent.mkdir(parents=True)
     spilled.write_text(SECRET)

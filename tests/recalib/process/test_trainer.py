@@ -191,7 +191,7 @@ def test_what_is_asked_along_with_a_cancellation_is_begun(daemon: zmq.Socket[byt
 def test_rings_that_no_engine_made_are_told_and_the_others_are_read(daemon: zmq.Socket[bytes], tmp_path: Path) -> None:
     trainer, _ = make_trainer(tmp_path)
     for name in ("odd", "cut", "linked"):
-        RingWriter(tmp_path / "engines" / name / "ring", 1 << 20, WIDTH).close()
+        RingWriter(tmp_path / "engines" / name / "ring", 1 << 20, WIDTH)
     with (tmp_path / "engines" / "odd" / "ring").open("r+b") as file:
         file.write(os.urandom(4096))
     os.truncate(tmp_path / "engines" / "cut" / "ring", 10_000)
