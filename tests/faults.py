@@ -48,6 +48,7 @@ FAULTS = (
     "a session's later input that moved the rounds of the answer before it",
     "zeros in the place of drafts that counted as refused",
     "pinned memory that grows with the drafter",
+    "a hung worker that hung the engine for good",
     # training and weights
     "captured rows that aren't finite",
     "captured tokens outside the vocabulary",

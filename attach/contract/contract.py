@@ -282,7 +282,11 @@ _WEIGHT_UPDATE = ("start_weight_update", "start_draft_weight_update", "update_we
 
 _EAGLE3_MODELS = ((_EAGLE3, "Eagle3LlamaForCausalLM"), (_EAGLE3_QWEN3, "Eagle3Qwen3ForCausalLM"))
 WORKERS: tuple[Clause, ...] = (
-    Method("v1/executor/abstract.py", "Executor", "collective_rpc", ("method", "args")),
+    # A call of honed's gets the time of a step. If that is over the engine ends (engine_hook.py).
+    Method("v1/executor/abstract.py", "Executor", "collective_rpc", ("method", "timeout", "args")),
+    Constant("envs.py", "", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 300),
+    Passes("v1/executor/multiproc_executor.py", "MultiprocExecutor", "execute_model", "collective_rpc", ("timeout",)),
+    Method(_CORE, "EngineCoreProc", "_handle_client_request", first=("request_type", "request"), calls=("RuntimeError",)),
     # vLLM's sleep mode: device memory, including the weights, is gone meanwhile (engine_hook.py).
     Method("v1/executor/abstract.py", "Executor", "sleep", ("level",)),
     Method("v1/executor/abstract.py", "Executor", "wake_up", ("tags",)),
@@ -310,13 +314,19 @@ WORKERS: tuple[Clause, ...] = (
     Method(_CORE, "EngineCore", "release_kv_cache_memory", calls=("discard",)),
     # Steps and calls reach all ranks through one queue: so a swap comes between the same two steps on each.
     Method("v1/executor/multiproc_executor.py", "MultiprocExecutor", "execute_model", calls=("collective_rpc",)),
-    Method("v1/executor/multiproc_executor.py", "MultiprocExecutor", "collective_rpc", ("method", "args"), calls=("enqueue",)),
+    Method(
+        "v1/executor/multiproc_executor.py",
+        "MultiprocExecutor",
+        "collective_rpc",
+        ("method", "timeout", "args"),
+        calls=("enqueue",),
+    ),
     Method(_CORE, "EngineCore", "_initialize_kv_caches"),
     Attributes(_CORE, "EngineCore", ("model_executor", "_idle_state_callbacks")),
     Attributes(_CORE, "EngineCoreProc", ("input_queue",)),
     Method(_CORE, "EngineCoreProc", "_process_input_queue", calls=("_notify_idle_state_callbacks", "get")),
     Method(_CORE, "EngineCoreProc", "_notify_idle_state_callbacks", calls=("pop", "callback")),
-    Attributes("v1/engine/__init__.py", "EngineCoreRequestType", ("WAKEUP",)),
+    Attributes("v1/engine/__init__.py", "EngineCoreRequestType", ("WAKEUP", "EXECUTOR_FAILED")),
     Attributes(
         "config/parallel.py",
         "ParallelConfig",

@@ -1,7 +1,8 @@
 """honed's side of the engine's thread, in one object that the scheduler class calls into.
 
 The law of this file: no call blocks, and none raises. Each public method catches errors, counts them, logs the first one and
-leaves vLLM as if honed weren't there; after `MAX_ERRORS` the attachment stops deciding and only observes.
+leaves vLLM as if honed weren't there; after `MAX_ERRORS` the attachment stops deciding and only observes. Only a worker that
+hangs ends the engine, as it does in vLLM's own calls (`guard.NoAnswer`).
 
 Non-anticipating by construction: `decide` reads the requests' finished rounds (`observe` runs after a step's verification),
 never the draft tokens that it is about to cut.

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from honed.adapt.protocol import wire
 from honed.attach.engine.engine_hook import RankError
+from honed.attach.engine.guard import NoAnswer
 
 logger = logging.getLogger("honed.attach")
 
@@ -147,6 +148,8 @@ class CommandRunner:
                 self._next_poll_s = 0.0
                 if not any(answers):  # held from an earlier turn
                     self._apply(command, 0.0)
+        except NoAnswer:
+            raise
         except Exception as error:
             self._abandon(command, _one_line(error))
 
@@ -166,6 +169,8 @@ class CommandRunner:
                 self._apply(command, now_s - since_s)
             elif now_s - since_s > STAGE_TIMEOUT_S:
                 self._abandon(command, f"the weights were not read within {STAGE_TIMEOUT_S:.0f} s: is the disk slow?")
+        except NoAnswer:
+            raise
         except Exception as error:
             self._abandon(command, _one_line(error))
 
@@ -188,6 +193,8 @@ class CommandRunner:
                 self._answer(command, detail={"sha256": sums[0]} | {f"rank{i}": s for i, s in enumerate(sums)})
             elif now_s - since_s > CHECKSUM_TIMEOUT_S:
                 self._abandon(command, f"the weights were not hashed within {CHECKSUM_TIMEOUT_S:.0f} s")
+        except NoAnswer:
+            raise
         except Exception as error:
             self._abandon(command, _one_line(error))
 
@@ -222,6 +229,8 @@ class CommandRunner:
     def _copy(self, version: str, is_held_on: bool) -> list[dict[str, float]]:
         try:
             figures: list[dict[str, float]] = self._rpc("honed_apply", version, is_held_on)
+        except NoAnswer:
+            raise
         except Exception:
             self._is_foreign = False
             self._on_lost()
@@ -241,6 +250,8 @@ class CommandRunner:
                 self._rpc("honed_stage", [])
                 return
             self._copy(lease.home_version, False)
+        except NoAnswer:
+            raise
         except Exception as error:
             logger.warning("honed: can't go back to %s: %s", lease.home_version, _one_line(error))
         else:

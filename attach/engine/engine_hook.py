@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from honed.attach.engine.guard import NoAnswer
+
 logger = logging.getLogger("honed.attach")
 
 RANK_ERROR = "honed_error"
@@ -74,11 +76,18 @@ class EngineHook:
         Raises:
             RuntimeError: the engine is gone.
             RankError: the method failed on a rank; the others have run it.
+            NoAnswer: a worker hangs, and the engine ends.
         """
+        from vllm.envs import VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS as limit_s
+
         core = self._core()
         if core is None:
             raise RuntimeError("the engine is gone")
-        results: list[Any] = core.model_executor.collective_rpc(method, args=args)
+        try:
+            results: list[Any] = core.model_executor.collective_rpc(method, timeout=limit_s, args=args)
+        except TimeoutError as error:
+            _end(core)
+            raise NoAnswer(f"honed: the workers didn't answer {method} within {limit_s} s: the engine ends") from error
         for result in results:
             if isinstance(result, dict) and RANK_ERROR in result:
                 raise RankError(result[RANK_ERROR])
@@ -184,3 +193,15 @@ class EngineHook:
         callbacks.append(lambda _core: callback())
         queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
         return True
+
+
+def _end(core: Any) -> None:
+    """Have the engine end before its next step, as when a worker process dies.
+
+    A call within one of vLLM's own, such as a sleep, needs it: vLLM answers these with what was raised, and goes on.
+    """
+    queue = getattr(core, "input_queue", None)
+    if queue is not None:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))

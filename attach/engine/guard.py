@@ -1,4 +1,7 @@
-"""Boundary between honed and vLLM: honed's errors are counted, logged once a place, and never reach vLLM."""
+"""Boundary between honed and vLLM: honed's errors are counted, logged once a place, and never reach vLLM.
+
+A worker that hangs is no error of honed's: see `NoAnswer`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,13 @@ MAX_ERRORS = 100
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class NoAnswer(TimeoutError):
+    """The workers didn't answer in the time that vLLM gives them for a step. The engine must end, as after a step that hangs.
+
+    Nothing of honed's may catch it: what they answer later, vLLM would take for the answers to its next calls.
+    """
 
 
 class Errors:
@@ -37,12 +47,14 @@ class Errors:
 
 
 def guarded(method: Callable[P, R]) -> Callable[P, R | None]:
-    """Make a method of an object with `errors: Errors` return None instead of raising."""
+    """Make a method of an object with `errors: Errors` return None instead of raising anything but `NoAnswer`."""
 
     @functools.wraps(method)
     def guard(*args: P.args, **kwargs: P.kwargs) -> R | None:
         try:
             return method(*args, **kwargs)
+        except NoAnswer:
+            raise
         except Exception:
             this: Any = args[0]
             this.errors.note(method.__name__)

@@ -13,6 +13,7 @@ from honed.attach.contract.compatibility import Findings
 from honed.attach.engine import engine_hook
 from honed.attach.engine.environment import AttachSettings
 from honed.attach.engine.graphs import Captured
+from honed.attach.engine.guard import NoAnswer
 
 logger = logging.getLogger("honed.attach")
 
@@ -63,7 +64,12 @@ class WorkerLink:
         return "capture" in self.findings.capabilities and self._settings.is_capture_on
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Run a method of the worker extension between two steps; one result a rank. Raises RuntimeError if it can't."""
+        """Run a method of the worker extension between two steps; one result a rank.
+
+        Raises:
+            RuntimeError: it can't be run.
+            NoAnswer: see `EngineHook.rpc`.
+        """
         if self._engine is None or not self._can_ask:
             raise RuntimeError(f"{self._why_mute}: capture and swap are off")
         return self._engine.rpc(method, *args)
@@ -130,7 +136,9 @@ class WorkerLink:
                 self.rpc("honed_begin")
             if self._settings.wants_trees:
                 self._attach_trees()
-        except Exception as error:  # vLLM's executors raise many kinds, a TimeoutError among them
+        except NoAnswer:
+            raise
+        except Exception as error:  # vLLM's executors raise many kinds
             self._drop(of_workers, f"capture, swap and estimates are off: the workers can't be attached to: {error}")
 
     def _attach_trees(self) -> None:

@@ -226,9 +226,14 @@ def _is_closed(node: ast.ClassDef) -> bool:
 
 def _constants(body: Iterable[ast.stmt]) -> Iterator[tuple[str, object]]:
     for node in body:
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+        if isinstance(node, ast.If):  # for type checkers only, where vLLM's variables have their defaults
+            yield from _constants(node.body)
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            (target, *others) = _targets(node)
+            if others or not isinstance(target, ast.Name):
+                continue
             try:
-                yield node.targets[0].id, ast.literal_eval(node.value)
+                yield target.id, ast.literal_eval(node.value)
             except ValueError:
                 continue
 

@@ -73,8 +73,8 @@ def test_the_longest_and_widest_key() -> None:
     log_probs = torch.full((1, 16, 16), -1.0, device=DEVICE)
     log_probs[:, :, 0] = 0.0
     check(log_probs, [40], 40)
-    log_probs = torch.full((1, 16, 16), -0.25, device=DEVICE)
-    log_probs[:, 1:, 0] = 0.0
+    log_probs = torch.full((1, 16, 16), -9.0, device=DEVICE)
+    log_probs[:, :, 0] = -0.25
     made = check(log_probs, [40], 40)
     assert made.depths.max() == 16
 

@@ -8,6 +8,7 @@ import pytest
 
 from honed.adapt.protocol import wire
 from honed.attach.engine.commands import MOST_UNHASHED, CommandRunner
+from honed.attach.engine.guard import NoAnswer
 
 
 class Ranks:
@@ -15,7 +16,7 @@ class Ranks:
 
     def __init__(self, staged: list[list[str]], fail: str = "") -> None:
         self.staged = staged
-        self.fail = fail
+        self.fail, self.failure = fail, RuntimeError("rank 1\nfell over")
         self.calls: list[str] = []
         self.applied: list[tuple[str, bool]] = []
         self.wanted: list[tuple[str, str, str]] = []
@@ -27,7 +28,7 @@ class Ranks:
     def rpc(self, method: str, *args: Any) -> list[Any]:
         self.calls.append(method)
         if method == self.fail:
-            raise RuntimeError("rank 1\nfell over")
+            raise self.failure
         if method == "honed_stage":
             self.wanted = args[0]
             return list(self.on_stage)
@@ -123,6 +124,30 @@ def test_a_failure_is_answered_in_one_line_and_ends_the_swap(fail: str, monkeypa
     assert harness.swapped == []
     assert not harness.runner.is_pending
     assert len(harness.lost) == (fail == "honed_apply"), "half of the weights may be new, or those of some ranks"
+
+
+@pytest.mark.fault("a hung worker that hung the engine for good")
+@pytest.mark.parametrize("hung", ["honed_stage", "honed_staged", "honed_apply", "honed_checksum"])
+def test_workers_that_hang_end_the_engine_and_no_command(hung: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(Ranks([["", ""]], hung), monkeypatch)
+    harness.ranks.failure = NoAnswer("no answer")
+    harness.swap() if hung != "honed_checksum" else harness.runner.put(wire.ChecksumCommand(command_id="1"))
+    with pytest.raises(NoAnswer):
+        harness.run()
+    assert harness.results == []
+    assert harness.lost == []
+
+
+def test_workers_that_hang_on_the_way_back_end_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("honed.attach.engine.commands.time.monotonic", lambda: now[0])
+    harness = Harness(Ranks([["", ""]]), monkeypatch)
+    turn(harness, "1", "v2", "v1", "v1", lease_s=60.0)
+    harness.run()
+    harness.ranks.fail, harness.ranks.failure = "honed_apply", NoAnswer("no answer")
+    now[0] += 61.0
+    with pytest.raises(NoAnswer):
+        harness.run()
 
 
 def test_from_foreign_weights_that_are_overwritten_by_half_honed_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import queue
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from honed.attach.engine.engine_hook import RANK_ERROR, EngineHook, RankError
+from honed.attach.engine.guard import Errors, guarded
 from honed.attach.worker import HonedWorkerExtension
 
 START, UPDATE, FINISH = "start_weight_update", "update_weights", "finish_weight_update"
@@ -22,6 +24,7 @@ class Core:
     def __init__(self) -> None:
         self.failing = ""
         self.model_executor: Any = None
+        self.input_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def collective_rpc(
         self,
@@ -138,11 +141,42 @@ def test_device_memory_that_vllm_gives_away_is_watched(saved: tuple[str, ...], a
 
 def test_what_failed_on_a_rank_is_raised_once_all_have_answered() -> None:
     core, answers = Core(), [{"rows": 1}, {RANK_ERROR: "SwapError: not staged"}, ""]
-    core.model_executor = SimpleNamespace(collective_rpc=lambda method, args: answers)
+    core.model_executor = SimpleNamespace(collective_rpc=lambda method, timeout, args: answers)
     with pytest.raises(RankError, match=r"^SwapError: not staged$"):
         EngineHook(core).rpc("honed_apply", "v2", False)
     del answers[1]
     assert EngineHook(core).rpc("honed_apply", "v2", False) == [{"rows": 1}, ""]
+
+
+def test_the_workers_have_as_long_for_a_call_as_vllm_gives_them_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "7")
+    core = Core()
+    core.model_executor = SimpleNamespace(collective_rpc=lambda method, timeout, args: [timeout])
+    assert EngineHook(core).rpc("honed_staged", "v2") == [7]
+
+
+@pytest.mark.fault("a hung worker that hung the engine for good")
+def test_a_worker_that_hangs_ends_the_engine() -> None:
+    """Also where vLLM takes what is raised for the answer to a call of its own, such as a sleep, and goes on."""
+    core_of_vllm = pytest.importorskip("vllm.v1.engine.core")
+
+    def hung(method: str, timeout: float, args: tuple[Any, ...]) -> None:
+        raise TimeoutError(f"RPC call to {method} timed out.")
+
+    class Attached:
+        errors = Errors()
+
+        @guarded
+        def call(self) -> None:
+            EngineHook(core).rpc("honed_staged", "v2")
+
+    core = Core()
+    core.model_executor = SimpleNamespace(collective_rpc=hung)
+    with pytest.raises(TimeoutError, match="didn't answer honed_staged within"):
+        Attached().call()
+    assert Attached.errors.count == 0
+    with pytest.raises(RuntimeError, match="Executor failed"):
+        core_of_vllm.EngineCoreProc._handle_client_request(core, *core.input_queue.get_nowait())
 
 
 def test_no_method_of_a_worker_raises() -> None:

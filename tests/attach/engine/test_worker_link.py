@@ -11,6 +11,7 @@ from honed.attach.contract.compatibility import Findings
 from honed.attach.engine import engine_hook
 from honed.attach.engine.environment import from_environment
 from honed.attach.engine.graphs import Captured
+from honed.attach.engine.guard import NoAnswer
 from honed.attach.engine.worker_link import WorkerLink
 
 CURVES = ([(1, 1.0)], [(1, 2.0), (64, 4.0)])
@@ -71,7 +72,7 @@ def test_what_one_rank_cannot_do_is_dropped_for_all_and_said_once(monkeypatch: p
 
 
 @pytest.mark.parametrize("failing", ["honed_attach", "honed_begin"])
-@pytest.mark.parametrize("failure", [engine_hook.RankError("no such layer"), TimeoutError("no such layer")])
+@pytest.mark.parametrize("failure", [engine_hook.RankError("no such layer"), RuntimeError("no such layer")])
 def test_workers_that_fail_have_nothing_to_offer(monkeypatch: pytest.MonkeyPatch, failing: str, failure: Exception) -> None:
     engine = Engine()
     engine.failing, engine.failure = failing, failure
@@ -80,6 +81,15 @@ def test_workers_that_fail_have_nothing_to_offer(monkeypatch: pytest.MonkeyPatch
     assert made.findings.capabilities == ("events", "draft_length")
     assert "no such layer" in made.findings.limits[0]
     assert not made.can_capture
+
+
+@pytest.mark.fault("a hung worker that hung the engine for good")
+@pytest.mark.parametrize("hung", ["honed_attach", "honed_begin"])
+def test_workers_that_hang_end_the_engine(monkeypatch: pytest.MonkeyPatch, hung: str) -> None:
+    engine = Engine()
+    engine.failing, engine.failure = hung, NoAnswer("no answer")
+    with pytest.raises(NoAnswer):
+        link(engine, monkeypatch, "capture", "swap").attach()
 
 
 def test_the_workers_know_when_the_target_was_updated(monkeypatch: pytest.MonkeyPatch) -> None:
