@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,8 @@ from honed.attach.engine.guard import NoAnswer
 logger = logging.getLogger("honed.attach")
 
 EXTENSION = "honed.attach.worker.HonedWorkerExtension"
+MOST_AGE_S = 60.0
+"""The workers are asked anew when what they told last is older."""
 
 
 class WorkerLink:
@@ -44,6 +47,10 @@ class WorkerLink:
         self._engine = engine_hook.current()
         self._has_extension = has_extension
         self._is_attached = False
+        self._has_answered = False
+        """Whether the workers were attached to."""
+        self._told_s = 0.0
+        """Time of their last figures."""
         self._is_wake_pending = False
         self._share = -1.0
         self._are_ids_wanted = False
@@ -130,6 +137,7 @@ class WorkerLink:
             self.graphs = Captured(*answers[0]["graphs"])
             self._gpus = [answer.get("gpu", "") for answer in answers]
             self._note_reserves(answers)
+            self._has_answered, self._told_s = True, time.monotonic()
             for names, limit in dict.fromkeys((tuple(names), limit) for a in answers for names, limit in a["dropped"]):
                 self._drop(names, limit)
             if "swap" in self.findings.capabilities:
@@ -174,21 +182,22 @@ class WorkerLink:
         return "" if self._has_extension else f"vLLM was started without --worker-extension-cls {EXTENSION}"
 
     def set_capture_share(self, share: float, drafter_version: str, idle_since_step: int) -> None:
-        """Capture this share of future requests.
+        """Capture this share of future requests; from time to time ask for the workers' figures.
 
         A call to the workers takes a millisecond, and then vLLM's message queue spins for a second in each of them. So it is
-        made only when it changes something, and once when the engine becomes idle, to update the counts.
+        made only when it changes something, and to update the figures: once when the engine becomes idle, and each minute.
 
         Args:
             idle_since_step: number of the last step when the engine is idle, -1 when it isn't.
         """
         is_news = share != self._share or idle_since_step not in (-1, self._counted_step)
-        if self.can_capture and is_news:
+        if self._has_answered and (is_news or time.monotonic() - self._told_s > MOST_AGE_S):
             self._share, self._counted_step = share, idle_since_step
             self._tell_share(drafter_version)
 
     def _tell_share(self, drafter_version: str) -> None:
-        answers = self.rpc("honed_capture", self._share, drafter_version)
+        self._told_s = time.monotonic()  # also if it fails
+        answers = self.rpc("honed_capture", self._share if self.can_capture else 0.0, drafter_version)
         self.captured = answers[0]
         self._note_reserves(answers)
 

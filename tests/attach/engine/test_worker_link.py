@@ -209,15 +209,35 @@ def rank(gpu: str, reserve: int) -> dict[str, Any]:
 
 
 def test_what_is_reserved_on_each_gpu_is_known_and_kept_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("honed.attach.engine.worker_link.time.monotonic", lambda: now[0])
     engine = Engine(rank(A, 5), rank(B, 7), rank(B, 1))
     made = link(engine, monkeypatch, "capture", "swap")
     assert made.reserves is None
+    made.set_capture_share(0.5, "v1", -1)  # nobody is there to tell it to yet
     made.attach()
     assert made.reserves == {A: 5, B: 8}
     engine.of_method["honed_capture"] = [{"rows": 3, "reserve": 2}, {"reserve": 0}, {"reserve": 1}]
     made.set_capture_share(0.5, "v1", -1)
     assert made.reserves == {A: 2, B: 1}
     assert made.captured["rows"] == 3
+    engine.of_method["honed_capture"] = [{"rows": 9, "reserve": 1}, {"reserve": 0}, {"reserve": 0}]
+    for _ in range(30):  # the engine is never idle, and the share stays: once a minute
+        now[0] += 2.1
+        made.set_capture_share(0.5, "v1", -1)
+    assert made.reserves == {A: 1, B: 0}
+    assert made.captured["rows"] == 9
+    assert [method for method, _ in engine.asked].count("honed_capture") == 2
+
+
+def test_without_capture_what_is_reserved_is_kept_up_to_date_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(rank(A, 5))
+    made = link(engine, monkeypatch, "swap")
+    made.attach()
+    engine.of_method["honed_capture"] = [{"reserve": 2}]
+    made.set_capture_share(0.5, "v1", -1)
+    assert made.reserves == {A: 2}
+    assert engine.asked[-1] == ("honed_capture", (0.0, "v1"))
 
 
 @pytest.mark.parametrize(("answers", "known"), [([rank("", 0)], {}), ([rank(A, 5), rank("", 5)], None)])
