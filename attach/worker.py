@@ -205,21 +205,24 @@ class HonedWorkerExtension:
 
     @_answering
     def honed_capture(self, share: float, drafter_version: str) -> dict[str, float]:
-        """Set the share of requests to capture; returns what was captured so far, and what is reserved on the device."""
+        """Set the share of requests to capture.
+
+        Returns:
+            what was captured so far, what is reserved on the device, and the errors that were caught.
+        """
         side = self._honed_side
         staged = side.swapper.most_staged_bytes if side is not None else 0
         reserve = self._honed_reserve.num_bytes(staged) if self._honed_reserve is not None else 0
+        figures: dict[str, float] = {"reserve": reserve, "errors": self._honed_errors.count}
         if side is None or side.capturer is None:
-            return {"reserve": reserve}
+            return figures
         side.capturer.set_share(share, drafter_version)
         writer = side.capturer.writer
-        return {
-            "reserve": reserve,
+        return figures | {
             "rows": writer.num_rows,
             "skipped": writer.num_skipped,
             "nonfinite": writer.num_nonfinite,
             "media": side.capturer.num_media,
-            "errors": self._honed_errors.count,
         }
 
     @_answering

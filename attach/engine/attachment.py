@@ -573,7 +573,7 @@ class Attachment:
             drafter_version=self._drafter_version,
             drafter_generation=self._drafter_generation,
             queue_bytes=queue_bytes,
-            errors=self.errors.count,
+            errors=self.errors.count + self._workers.num_errors,
             log_us_p50=log_p50,
             log_us_p99=log_p99,
             decide_us_p50=decide_p50,

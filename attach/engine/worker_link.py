@@ -59,7 +59,9 @@ class WorkerLink:
         self._fed_curves: tuple[Curve, Curve] | None = None
         self.graphs = self._graphs_of_chains = Captured([], [], [])
         self.captured: dict[str, float] = {}
-        """Rows, skipped and non-finite rows, requests with media, and errors of the capture, as of the last call."""
+        """Rows, skipped and non-finite rows, and requests with media, as of the last call."""
+        self.num_errors = 0
+        """Errors that honed caught in all workers, as of the last call."""
         self._gpus: list[str] = []
         """Each rank's GPU; "": unknown, or it has none."""
         self.reserves: dict[str, int] | None = None
@@ -199,6 +201,7 @@ class WorkerLink:
         self._told_s = time.monotonic()  # also if it fails
         answers = self.rpc("honed_capture", self._share if self.can_capture else 0.0, drafter_version)
         self.captured = answers[0]
+        self.num_errors = sum(int(answer["errors"]) for answer in answers)
         self._note_reserves(answers)
 
     def _note_reserves(self, answers: list[dict[str, Any]]) -> None:

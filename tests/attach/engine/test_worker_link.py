@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from honed.attach.engine.environment import from_environment
 from honed.attach.engine.graphs import Captured
 from honed.attach.engine.guard import NoAnswer
 from honed.attach.engine.worker_link import WorkerLink
+from honed.attach.worker import HonedWorkerExtension
 
 CURVES = ([(1, 1.0)], [(1, 2.0), (64, 4.0)])
 
@@ -208,6 +210,11 @@ def rank(gpu: str, reserve: int) -> dict[str, Any]:
     return {"graphs": ([], [], []), "dropped": [], "gpu": gpu, "reserve": reserve}
 
 
+def told(**more: float) -> dict[str, float]:
+    """A rank's answer to `honed_capture`."""
+    return {"reserve": 0, "errors": 0} | more
+
+
 def test_what_is_reserved_on_each_gpu_is_known_and_kept_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr("honed.attach.engine.worker_link.time.monotonic", lambda: now[0])
@@ -217,11 +224,11 @@ def test_what_is_reserved_on_each_gpu_is_known_and_kept_up_to_date(monkeypatch: 
     made.set_capture_share(0.5, "v1", -1)  # nobody is there to tell it to yet
     made.attach()
     assert made.reserves == {A: 5, B: 8}
-    engine.of_method["honed_capture"] = [{"rows": 3, "reserve": 2}, {"reserve": 0}, {"reserve": 1}]
+    engine.of_method["honed_capture"] = [told(reserve=2, rows=3), told(), told(reserve=1)]
     made.set_capture_share(0.5, "v1", -1)
     assert made.reserves == {A: 2, B: 1}
     assert made.captured["rows"] == 3
-    engine.of_method["honed_capture"] = [{"rows": 9, "reserve": 1}, {"reserve": 0}, {"reserve": 0}]
+    engine.of_method["honed_capture"] = [told(reserve=1, rows=9), told(), told()]
     for _ in range(30):  # the engine is never idle, and the share stays: once a minute
         now[0] += 2.1
         made.set_capture_share(0.5, "v1", -1)
@@ -230,11 +237,26 @@ def test_what_is_reserved_on_each_gpu_is_known_and_kept_up_to_date(monkeypatch: 
     assert [method for method, _ in engine.asked].count("honed_capture") == 2
 
 
+def test_errors_of_all_workers_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(rank(A, 0), rank(B, 0))
+    made = link(engine, monkeypatch, "estimates")
+    made.attach()
+    engine.of_method["honed_capture"] = [told(errors=2), told(errors=3)]
+    made.set_capture_share(0.0, "v1", 1)
+    assert made.num_errors == 5
+
+
+def test_a_worker_tells_its_errors_whether_or_not_it_captures() -> None:
+    worker: Any = HonedWorkerExtension()
+    worker._honed_errors = SimpleNamespace(count=4)
+    assert worker.honed_capture(0.5, "v1") == told(errors=4)
+
+
 def test_without_capture_what_is_reserved_is_kept_up_to_date_too(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(rank(A, 5))
     made = link(engine, monkeypatch, "swap")
     made.attach()
-    engine.of_method["honed_capture"] = [{"reserve": 2}]
+    engine.of_method["honed_capture"] = [told(reserve=2)]
     made.set_capture_share(0.5, "v1", -1)
     assert made.reserves == {A: 2}
     assert engine.asked[-1] == ("honed_capture", (0.0, "v1"))
