@@ -8,10 +8,11 @@ engine's thread when there is no work. A WAKEUP in `EngineCoreProc.input_queue` 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from honed.attach.engine.guard import NoAnswer
@@ -106,7 +107,7 @@ class EngineHook:
     def watch_sleep(self, on_sleep: Callable[[], None], on_wake: Callable[[bool], None]) -> None:
         """Once: watch vLLM's sleep mode, on the engine's thread: before device memory goes, and when all of it is back.
 
-        A release of the K/V cache alone gives memory away, too.
+        A release of the K/V cache alone gives memory away, too. If vLLM stays awake, it is back at once.
 
         Args:
             on_wake: gets whether the drafter's weights were discarded (level 2), rather than offloaded or saved.
@@ -118,12 +119,21 @@ class EngineHook:
         saved = getattr(getattr(executor, "model_config", None), "sleep_preserve_parameter_names", None) or ()
         is_saved = not {"draft.*", "*"}.isdisjoint(saved)
 
+        @contextlib.contextmanager
+        def giving_away() -> Iterator[None]:
+            on_sleep()
+            try:
+                yield
+            finally:
+                if not executor.is_sleeping:  # it failed
+                    on_wake(False)
+
         def sleeping(level: int = 1, *args: Any, **kwargs: Any) -> None:
             nonlocal are_lost
             is_awake = "weights" not in executor.sleeping_tags  # else vLLM ignores the call
+            with giving_away():
+                sleep(level, *args, **kwargs)
             are_lost |= level > 1 and not is_saved and is_awake
-            on_sleep()
-            sleep(level, *args, **kwargs)
 
         def waking(*args: Any, **kwargs: Any) -> None:
             nonlocal are_lost
@@ -133,8 +143,8 @@ class EngineHook:
                 on_wake(were_lost)
 
         def discarding(*args: Any, **kwargs: Any) -> None:
-            on_sleep()
-            discard(*args, **kwargs)
+            with giving_away():
+                discard(*args, **kwargs)
 
         executor.sleep, executor.wake_up, executor.discard = sleeping, waking, discarding
 

@@ -108,7 +108,7 @@ def test_a_drafters_update_is_over_when_its_end_fails() -> None:
 @pytest.mark.parametrize(("saved", "are_lost"), [((), True), (("draft.*",), False), (("model.norm.weight",), True)])
 def test_device_memory_that_vllm_gives_away_is_watched(saved: tuple[str, ...], are_lost: bool) -> None:
     """In a sleep, and where only the K/V cache is released."""
-    core, heard = Core(), list[Any]()
+    core, heard, refuses = Core(), list[Any](), False
 
     class Executor:
         model_config = SimpleNamespace(sleep_preserve_parameter_names=saved)
@@ -116,6 +116,8 @@ def test_device_memory_that_vllm_gives_away_is_watched(saved: tuple[str, ...], a
 
         def sleep(self, level: int = 1) -> None:
             heard.append(f"level {level}")
+            if refuses:
+                raise ValueError("not now")
             self.is_sleeping, self.sleeping_tags = True, frozenset(("weights", "kv_cache"))
 
         def discard(self, tags: tuple[str, ...]) -> None:
@@ -137,6 +139,15 @@ def test_device_memory_that_vllm_gives_away_is_watched(saved: tuple[str, ...], a
     core.model_executor.sleep(2)  # vLLM ignores it: it is asleep already
     core.model_executor.wake_up()
     assert heard[-1] is False
+    heard.clear()
+    refuses = True
+    with pytest.raises(ValueError, match="not now"):
+        core.model_executor.sleep(2)
+    assert heard == ["asleep", "level 2", False], "it is awake"
+    refuses = False
+    core.model_executor.sleep(1)
+    core.model_executor.wake_up()
+    assert heard[-1] is False, "nothing was lost in the sleep that failed"
 
 
 def test_what_failed_on_a_rank_is_raised_once_all_have_answered() -> None:
