@@ -49,6 +49,7 @@ FAULTS = (
     "zeros in the place of drafts that counted as refused",
     "pinned memory that grows with the drafter",
     "a hung worker that hung the engine for good",
+    "a disk that hangs while an engine says hello",
     # training and weights
     "captured rows that aren't finite",
     "captured tokens outside the vocabulary",

@@ -35,7 +35,7 @@ from honed.attach.engine.commands import CommandRunner
 from honed.attach.engine.environment import AttachSettings
 from honed.attach.engine.graphs import LengthTable
 from honed.attach.engine.guard import Errors, guarded
-from honed.attach.engine.introduction import introduce
+from honed.attach.engine.introduction import Introduction
 from honed.attach.engine.latency import Latency
 from honed.attach.engine.struck_drafts import StruckDrafts, struck_in_output, with_struck
 from honed.attach.engine.worker_link import WorkerLink
@@ -71,6 +71,7 @@ class Attachment:
         self._config = vllm_config
         self._settings = settings
         self._boot_id = secrets.token_hex(8)
+        self._introduction = Introduction(vllm_config, settings, self._boot_id)
         self._num_spec_tokens: int = scheduler.num_spec_tokens
         self._chain_tokens = block_tokens_of(vllm_config.speculative_config)
         """Draft tokens of the drafter's block: fewer than K where the server was given slots for trees."""
@@ -554,7 +555,7 @@ class Attachment:
 
     def _hello(self) -> wire.EngineHello:
         lengths = self._most_tokens if self._can_decide else self._num_spec_tokens, self._chain_tokens
-        return introduce(self._config, self._settings, self._boot_id, self._workers, self._drafter_version, *lengths)
+        return self._introduction.hello(self._workers, self._drafter_version, *lengths)
 
     def _status(self, queue_bytes: int) -> wire.EngineStatus:
         running, waiting = self._scheduler.get_request_counts()

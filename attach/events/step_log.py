@@ -104,20 +104,25 @@ Entry: TypeAlias = Step | Started | Over
 
 
 class StepLog:
-    """Queue from engine thread to publisher thread, bounded in entries.
+    """Queue from engine thread to publisher thread, bounded in entries and in rows: a step has one for each of its requests.
 
     When it is full, the newest steps are refused and counted. It normally holds the steps of one sleep of the publisher, so a
-    full queue means that its thread is dead or starved.
+    full queue means that its thread is dead or starved. A million rows are a few hundred megabytes.
     """
 
-    def __init__(self, max_entries: int = 100_000) -> None:
+    def __init__(self, max_entries: int = 100_000, max_rows: int = 1_000_000) -> None:
         self._entries: deque[Entry] = deque()
-        self._max_entries = max_entries
+        self._max_entries, self._max_rows = max_entries, max_rows
+        self._rows_in = self._rows_out = 0
+        """Each is written by one thread only."""
         self.lost = Losses()
 
     def append(self, entry: Entry) -> None:
         """Engine thread: add an entry."""
-        if len(self._entries) < self._max_entries:
+        rows = len(entry.scheduled) if isinstance(entry, Step) else 0
+        has_room = not rows or self._rows_in + rows - self._rows_out <= self._max_rows
+        if has_room and len(self._entries) < self._max_entries:
+            self._rows_in += rows
             self._entries.append(entry)
         elif isinstance(entry, Step):
             self.lost += losses_of(entry.verified, entry.invalid)
@@ -127,7 +132,11 @@ class StepLog:
 
     def take(self) -> Entry | None:
         """Publisher thread: remove the oldest entry; None when there is none."""
-        return self._entries.popleft() if self._entries else None
+        if not self._entries:
+            return None
+        entry = self._entries.popleft()
+        self._rows_out += len(entry.scheduled) if isinstance(entry, Step) else 0
+        return entry
 
 
 def losses_of(verified: Iterable[Verified], invalid: Mapping[str, int]) -> Losses:

@@ -43,3 +43,17 @@ def attached(scheduler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_errors_of_the_workers_are_told_with_those_of_the_engine(attached: Attachment) -> None:
     attached._workers.num_errors, attached.errors.count = 3, 1
     assert attached._status(0).errors == 4
+
+
+@pytest.mark.fault("a disk that hangs while an engine says hello")
+def test_a_hello_looks_at_no_file(attached: Attachment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said at each connection, and what blocks it lets the log grow."""
+
+    def hangs(*_: Any) -> Any:
+        raise AssertionError("it may hang")
+
+    for name in ("folder_of", "draft_folder", "version"):
+        monkeypatch.setattr(f"honed.attach.engine.introduction.{name}", hangs)
+    hello = attached._hello()
+    assert (hello.target_path, hello.draft_model, hello.model_name) == ("/models/target", "", "m")
+    assert hello.honed_version

@@ -27,6 +27,20 @@ def test_a_full_log_counts_what_it_refuses() -> None:
     assert log.take() is None
 
 
+def test_large_steps_fill_a_log_sooner_and_make_room_again() -> None:
+    large = a_step(1, [(f"r{i}", 3, 2) for i in range(40)])
+    log = StepLog(max_rows=100)
+    log.append(large)
+    log.append(large)
+    log.append(large)
+    log.append(Over("r"))
+    assert (len(log), log.lost) == (3, Losses(rounds=40, draft_tokens=120, accepted_tokens=80))
+    assert log.take() == large
+    log.append(large)
+    assert [log.take() for _ in range(4)] == [large, Over("r"), large, None]
+    assert log.lost.rounds == 40
+
+
 def test_what_is_lost_is_counted_as_vllm_counts() -> None:
     assert losses_of([("r", 3, 2), ("s", 3, 1)], {"s": 2}) == Losses(rounds=2, draft_tokens=4, accepted_tokens=3)
     assert losses_of([], {}) == Losses()
