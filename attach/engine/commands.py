@@ -1,8 +1,9 @@
 """Commands of the daemon, run on the engine's thread between two steps, also while the engine is idle.
 
 A swap has two halves. Staging reads and checks the file and copies it to the device, on a thread in each worker, and may take
-any time. Applying copies in place; only this delays the engine. A command that fails is answered with the reason. It changes
-nothing, unless applying fails: then nobody knows what the drafter is, and the daemon must restore it.
+any time. Applying copies in place; only this delays the engine. A command that fails is answered with the reason, and what it
+staged is freed. It changes nothing, unless applying fails: then nobody knows what the drafter is, and the daemon must restore
+it.
 
 Two versions may take turns (a canary): both are staged, and stay so. Every turn is on a lease: if the daemon goes silent, the
 engine returns by itself to the version that it ran before the turns began, and frees the memory of both.
@@ -111,16 +112,22 @@ class CommandRunner:
         for under_way in (self._staging, self._hashing):
             if under_way is not None:
                 self._queue.appendleft(under_way[0])
+        was_staging = self._staging is not None
         self._staging = self._hashing = None
         while self._queue:
             self._answer(self._queue.popleft(), error=ASLEEP, detail={"asleep": "1"})
+        if was_staging:
+            self._release()
 
     def give_way(self) -> None:
         """Engine thread: give up the drafter's weights: only a swap that takes over may overwrite them."""
+        may_hold = self._staging is not None or self._lease is not None
         self._is_foreign, self._lease = True, None
         if self._staging is not None:
             self._refuse_foreign(self._staging[0])
             self._staging = None
+        if may_hold:
+            self._release()
         if self._hashing is not None:
             self._abandon(self._hashing[0], "new weights came through vLLM's own endpoint while the old ones were hashed")
 
@@ -245,15 +252,16 @@ class CommandRunner:
         """Return to the version before the turns, and hold none any more: the daemon has been silent for too long."""
         assert self._lease is not None
         lease, self._lease = self._lease, None
+        if lease.is_home:
+            self._release()
+            return
         try:
-            if lease.is_home:
-                self._rpc("honed_stage", [])
-                return
             self._copy(lease.home_version, False)
         except NoAnswer:
             raise
         except Exception as error:
             logger.warning("honed: can't go back to %s: %s", lease.home_version, _one_line(error))
+            self._release()
         else:
             self._on_swapped(lease.home_version, lease.drops_cache)
             logger.warning("honed: the daemon is silent: back to drafter version %s", lease.home_version)
@@ -261,6 +269,19 @@ class CommandRunner:
     def _abandon(self, command: wire.Command, error: str) -> None:
         self._staging = self._hashing = None
         self._answer(command, error=error)
+        if isinstance(command, wire.SwapCommand):
+            self._release()
+
+    def _release(self) -> None:
+        """Free what is staged, unless versions take turns. What is still being read is dropped when it has been read."""
+        if self._lease is not None:
+            return
+        try:
+            self._rpc("honed_stage", [])
+        except NoAnswer:
+            raise
+        except Exception as error:
+            logger.warning("honed: staged weights keep their memory until the next swap: %s", _one_line(error))
 
     def _answer(
         self,

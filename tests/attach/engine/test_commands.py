@@ -18,6 +18,7 @@ class Ranks:
         self.staged = staged
         self.fail, self.failure = fail, RuntimeError("rank 1\nfell over")
         self.calls: list[str] = []
+        self.last: tuple[str, tuple[Any, ...]] = "", ()
         self.applied: list[tuple[str, bool]] = []
         self.wanted: list[tuple[str, str, str]] = []
         self.on_stage = ["staging", "staging"]
@@ -27,6 +28,7 @@ class Ranks:
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         self.calls.append(method)
+        self.last = method, args
         if method == self.fail:
             raise self.failure
         if method == "honed_stage":
@@ -49,6 +51,10 @@ class Ranks:
             self.most_waiting = max(self.most_waiting, self.num_sent - self.num_hashed)
             return [("sum" if self.num_hashed == 10 else "", self.num_sent - self.num_hashed, 10), ("sum", 0, 10)]
         raise AssertionError(method)
+
+
+RELEASE = ("honed_stage", ([],))
+"""The call that frees what is staged."""
 
 
 class Harness:
@@ -92,6 +98,7 @@ def test_an_engine_that_sleeps_takes_no_weights(monkeypatch: pytest.MonkeyPatch,
     assert (refused.ok, refused.detail) == (False, {"asleep": "1"})
     assert "wake it up" in refused.error
     assert not harness.runner.is_pending
+    assert harness.ranks.last == (RELEASE if steps_before else ("", ()))
     harness.runner.is_asleep = False
     harness.swap("2")
     harness.run()
@@ -124,6 +131,7 @@ def test_a_failure_is_answered_in_one_line_and_ends_the_swap(fail: str, monkeypa
     assert harness.swapped == []
     assert not harness.runner.is_pending
     assert len(harness.lost) == (fail == "honed_apply"), "half of the weights may be new, or those of some ranks"
+    assert harness.ranks.last == RELEASE
 
 
 @pytest.mark.fault("a hung worker that hung the engine for good")
@@ -171,6 +179,7 @@ def test_a_way_back_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     now[0] += 61.0
     harness.run()
     assert len(harness.lost) == 1
+    assert harness.ranks.last == RELEASE
 
 
 def test_a_rank_that_refuses_the_weights_refuses_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +188,7 @@ def test_a_rank_that_refuses_the_weights_refuses_for_all(monkeypatch: pytest.Mon
     harness.run()
     assert harness.results[0].error == "sha256 differs"
     assert "honed_apply" not in harness.ranks.calls
+    assert harness.ranks.last == RELEASE
 
 
 def test_a_command_sent_twice_is_carried_out_once_and_answered_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +251,18 @@ def test_versions_that_take_turns_are_staged_together_and_held(monkeypatch: pyte
     harness.run()
     assert harness.ranks.applied == [("v2", True), ("v1", True), ("v2", False)]
     assert all(result.ok for result in harness.results)
+
+
+def test_versions_that_take_turns_are_held_when_a_turn_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way home needs them."""
+    harness = Harness(Ranks([["", ""]]), monkeypatch)
+    turn(harness, "1", "v2", "v1", "v1")
+    harness.run()
+    harness.ranks.fail = "honed_staged"
+    turn(harness, "2", "v1", "v2", "v1")
+    harness.run()
+    assert [result.ok for result in harness.results] == [True, False]
+    assert harness.ranks.wanted == [("v1", "/x", ""), ("v2", "/y", "")]
 
 
 def test_a_daemon_that_falls_silent_leaves_the_home_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +348,7 @@ def test_weights_of_somebody_else_are_not_overwritten(monkeypatch: pytest.Monkey
     is_applied = steps_before == 3
     assert harness.swapped == [("v2", False)] * is_applied
     harness.runner.give_way()
+    assert harness.ranks.last == (RELEASE if steps_before else ("", ())), "no memory stays taken"
     now[0] += 61.0
     harness.run()
     assert not harness.runner.is_pending
