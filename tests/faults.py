@@ -50,6 +50,7 @@ FAULTS = (
     "pinned memory that grows with the drafter",
     "a hung worker that hung the engine for good",
     "a disk that hangs while an engine says hello",
+    "a host without honed among an engine's workers",
     # training and weights
     "captured rows that aren't finite",
     "captured tokens outside the vocabulary",

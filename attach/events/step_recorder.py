@@ -19,7 +19,11 @@ _NOTHING: dict[str, int] = {}
 
 
 class Plan(NamedTuple):
-    """Decisions made when a step was scheduled; needed again with its results."""
+    """Decisions made when a step was scheduled; needed again with its results.
+
+    It waits on vLLM's output of the scheduler, which travels to the workers, on other hosts too. They get None in its place:
+    they have no use for it, and honed may not be installed there.
+    """
 
     step: int
     began_ns: int
@@ -32,6 +36,9 @@ class Plan(NamedTuple):
     compute, so that all rows are alike. And a scheduler that runs ahead counts on drafts that V1's worker has forgotten."""
     struck: Mapping[str, int] = MappingProxyType({})
     """Drafts that a grammar struck, behind those that the step verifies, by request."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 class StepRecorder:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from honed.attach.events.batch_builder import BatchBuilder
 from honed.attach.events.step_log import DRAFT_IDS, NUM_VERIFIED, Over, Started, Step, StepLog
@@ -43,6 +45,16 @@ def test_a_request_that_ends_in_a_step_is_over_after_it() -> None:
     assert (step.verified, step.num_drafting, step.drafter_version) == ([("r", 3, 1)], 7, "v1")
     assert (over, aborted) == (Over("r"), Over("s"))
     assert recorder.spent_ns > 0
+
+
+@pytest.mark.fault("a host without honed among an engine's workers")
+def test_what_a_step_carries_is_read_by_workers_without_honed() -> None:
+    output, _ = outputs([[5, 9]])
+    output.honed_plan = Plan(1, 0, "policy", 7, "v1", ["r"], {"r": 1})
+    sent = pickle.dumps(output, protocol=pickle.HIGHEST_PROTOCOL)
+    assert b"honed." not in sent
+    assert pickle.loads(sent).honed_plan is None
+    assert output.honed_plan.padded == ["r"]
 
 
 def test_a_step_without_tokens_is_none() -> None:
