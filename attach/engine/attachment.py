@@ -483,7 +483,9 @@ class Attachment:
     def _dropped(self, output: Any) -> set[str]:
         """Requests whose tokens of this step vLLM is about to drop: it has resumed them since the step was scheduled."""
         requests = self._scheduler.requests
-        stale = {r for r in self._with_stale_steps if r in requests and requests[r].num_stale_output_tokens > 0}
+        known = [requests[r] for r in self._with_stale_steps if r in requests]
+        # Preempted again, it may be one whose tokens are delivered.
+        stale = {one.request_id for one in known if one.drop_stale_output and one.num_stale_output_tokens > 0}
         self._with_stale_steps = stale
         return {r for r in stale if r in output.num_scheduled_tokens}
 

@@ -12,7 +12,9 @@ import pytest
 from honed.attach.contract.compatibility import Findings
 from honed.attach.engine.attachment import Attachment
 from honed.attach.engine.environment import AttachSettings
+from honed.attach.events.batch_builder import BatchBuilder
 from honed.attach.events.publisher import Publisher
+from honed.attach.events.step_log import Step
 
 K = 3
 
@@ -57,3 +59,42 @@ def test_a_hello_looks_at_no_file(attached: Attachment, monkeypatch: pytest.Monk
     hello = attached._hello()
     assert (hello.target_path, hello.draft_model, hello.model_name) == ("/models/target", "", "m")
     assert hello.honed_version
+
+
+def a_request(**fields: Any) -> Any:
+    return SimpleNamespace(
+        request_id="r",
+        num_tokens=40,
+        lora_request=None,
+        sampling_params=None,
+        use_structured_output=False,
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_a_request_that_is_preempted_again_keeps_the_rounds_that_vllm_delivers(
+    attached: Attachment, scheduler: Any, is_dropped: bool
+) -> None:
+    """After a preemption whose tokens were dropped comes one whose tokens aren't: its round was taken from the whole batch."""
+    request = scheduler.requests["r"] = a_request(drop_stale_output=True, num_stale_output_tokens=4)
+    attached.request_added(request)
+    attached.request_interrupted(request)
+    request.drop_stale_output = is_dropped  # it has resumed meanwhile, and is preempted again
+    attached.request_interrupted(request)
+    output = SimpleNamespace(
+        total_num_scheduled_tokens=4,
+        num_scheduled_tokens={"r": 4},
+        num_invalid_spec_tokens=None,
+        scheduled_spec_decode_tokens={"r": [5, 6, 7]},
+    )
+    note = attached.before_update(output, SimpleNamespace(sampled_token_ids=[[5, 9]], req_id_to_index={"r": 0}))
+    assert note is not None
+    if not is_dropped:
+        note(("r", 3, 1))
+    attached.after_update()
+    assert attached.errors.count == 0
+    builder = BatchBuilder()
+    for entry in (attached._log.take(), attached._log.take()):
+        builder.add(entry) if isinstance(entry, Step) else builder.note(entry)  # type: ignore[arg-type]
+    assert len(builder.take().rounds.step) == (0 if is_dropped else 1)
