@@ -18,6 +18,8 @@ from honed.recalib.registry.access import User
 
 log = structlog.get_logger("honed.engines")
 
+RETURN_S = 3600.0
+"""Time that engines have at least to come back after a start of the daemon, before they count as gone for good."""
 MOST_ENGINES = 256
 MOST_BOOTS_EACH = 16
 """Boots of an engine kept in memory; the database has all."""

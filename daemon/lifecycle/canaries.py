@@ -27,7 +27,7 @@ from honed.adapt.control.controller import EngineController
 from honed.adapt.monitor.canary import Canary, CanarySettings
 from honed.adapt.protocol.wire import EventBatch
 from honed.daemon.errors import HonedError
-from honed.daemon.ingest.engines import Engine, Engines
+from honed.daemon.ingest.engines import RETURN_S, Engine, Engines
 from honed.daemon.lifecycle import swaps
 from honed.daemon.lifecycle.drafters import Drafters
 from honed.daemon.lifecycle.rollout import Rollout
@@ -166,18 +166,20 @@ class Canaries:
             return ""
 
     def _resume(self, row: dict[str, Any]) -> set[str]:
-        state = row["state"]
+        state, now_s = row["state"], self._monotonic()
         try:
             canary = self._restored(row)
+            away_s = self._clock() - float(state["fitting_unix_s"])
             trial = Trial(
                 row["operation_id"],
                 row["kind"],
                 canary,
                 row["new_key"],
                 row["began_unix_s"],
-                self._monotonic(),
+                now_s,
                 float(state["active_s"]),
-                fitting_s=self._monotonic() - max(self._clock() - float(state["fitting_unix_s"]), 0.0),
+                # It was stored with the latest pair of windows: engines without traffic may have been there since.
+                fitting_s=now_s - min(max(away_s, 0.0), ABANDONED_S - RETURN_S),
             )
         except (HonedError, KeyError, TypeError, ValueError) as error:
             log.warning("a trial can't be resumed", new=row["new"], error=f"{type(error).__name__}: {error}")

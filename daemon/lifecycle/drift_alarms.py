@@ -24,6 +24,7 @@ import msgspec
 import structlog
 
 from honed.adapt.monitor.drift import Alarm
+from honed.daemon.ingest.engines import RETURN_S
 from honed.daemon.store.operations import Operation
 from honed.recalib.gate.gate import GateSettings
 
@@ -135,7 +136,10 @@ class DriftAlarms:
             standing, answered = standing + answered, []
         else:
             self._answer = operation, answered
-        self._away_since_s = {engine_id: min(unix_s - ahead_s, now_s) for engine_id, unix_s in kept.away_since_unix_s.items()}
+        earliest_s = now_s - RETIRED_S + RETURN_S  # they come back after the daemon, perhaps both after a week
+        self._away_since_s = {
+            engine_id: min(max(unix_s - ahead_s, earliest_s), now_s) for engine_id, unix_s in kept.away_since_unix_s.items()
+        }
         self._standing = {(one.engine_id, one.alarm.workload): one for one in standing}
         self._held = {(one.engine_id, one.alarm.workload): one for one in held}
 

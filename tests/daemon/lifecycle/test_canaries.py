@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -519,7 +520,9 @@ def test_it_ends_when_its_engines_are_gone_for_good(stage: Stage, monkeypatch: p
     assert not stage.service.canaries.why_failed(new), "it wasn't found worse"
 
 
-def test_it_goes_on_after_a_restart_of_the_daemon(settings: Settings, folder: Path) -> None:
+@pytest.mark.parametrize("idle_s", [0.0, 1.1 * ABANDONED_S])
+def test_it_goes_on_after_a_restart_of_the_daemon(settings: Settings, folder: Path, idle_s: float) -> None:
+    """After a day without traffic it ended at the first tick, before its engine had said hello again."""
     service, engine, trainer, first = first_life(settings, folder)
     trainer.introduce()
     try:
@@ -530,10 +533,12 @@ def test_it_goes_on_after_a_restart_of_the_daemon(settings: Settings, folder: Pa
         trial = service.rollout.trial
         assert trial is not None
         before = trial.canary.figures()
-        service = Service(settings, daemon_id="two")
+        service = Service(settings, daemon_id="two", clock=lambda: time.time() + idle_s)
         service.start()
         resumed = service.rollout.trial
         assert resumed is not None
+        with service.lock:
+            service.tick(service.monotonic())
         assert resumed.canary.pairs == trial.canary.pairs
         assert resumed.canary.figures() == before
         engine.reconnect()

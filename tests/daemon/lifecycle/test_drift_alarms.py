@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from honed.adapt.monitor.drift import Alarm
-from honed.daemon.lifecycle.drift_alarms import MAX_ATTEMPTS, DriftAlarms, Standing, error_share
+from honed.daemon.ingest.engines import RETURN_S
+from honed.daemon.lifecycle.drift_alarms import MAX_ATTEMPTS, RETIRED_S, DriftAlarms, Standing, error_share
 from honed.daemon.store.operations import Operation
 
 PAUSE_S = 100.0
@@ -109,6 +110,21 @@ def test_alarms_of_an_engine_that_is_gone_for_a_day_are_dropped() -> None:
     again.drop_retired(["there"], 24.1 * hours)
     assert [one["engine_id"] for one in again.view(0.0)] == ["there", "back"], "one that came back counts anew"
     assert "gone" not in saved[-1]
+
+
+def test_an_engine_has_an_hour_to_come_back_after_the_daemon_was_away_for_days() -> None:
+    """Both come up with their machine, and the daemon is ready first."""
+    saved: list[str] = []
+    alarms = DriftAlarms(PAUSE_S, saved.append)
+    alarms.note("e", alarm("b"))
+    alarms.drop_retired([], 0.0)
+    again = DriftAlarms(PAUSE_S, saved.append)
+    now_s = 3 * RETIRED_S
+    again.load(saved[-1], lambda operation_id: None, now_s)
+    again.drop_retired([], now_s + RETURN_S - 1.0)
+    assert again.view(0.0)
+    again.drop_retired([], now_s + RETURN_S + 1.0)
+    assert not again.view(0.0)
 
 
 def test_a_recalibration_answers_the_workloads_that_it_is_of() -> None:
