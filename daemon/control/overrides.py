@@ -56,11 +56,15 @@ class Overrides:
         """Ends, by the monotonic clock."""
         self.changes: Counter[tuple[str, str]] = Counter()
         """(name, "set", "cleared" or "expired") -> count since the daemon started."""
+        self._number = 0
+        """Of the one that was set last."""
 
     def load(self) -> None:
         """Load those in force when the daemon stopped, except values that the settings no longer allow."""
-        for row in self._store.read("SELECT * FROM overrides WHERE until_unix_s > ? ORDER BY created_unix_s", (self._clock(),)):
-            name = row["name"]
+        for row in self._store.read("SELECT * FROM overrides ORDER BY number"):
+            name, self._number = row["name"], row.pop("number")
+            if row["until_unix_s"] <= self._clock():
+                continue
             left_s = row["until_unix_s"] - max(self._clock(), row["created_unix_s"])  # a clock that is behind adds nothing
             self._by_name[name], self._ends_s[name] = SetOverride(**row), self._monotonic() + left_s
             try:
@@ -93,8 +97,9 @@ class Overrides:
         self._by_name.pop(name, None)  # the latest stands last
         self._by_name[name], self._ends_s[name] = made, self._monotonic() + ttl_s
         self.changes[name, "set"] += 1
+        self._number += 1
         row = {field: getattr(made, field) for field in SetOverride.__slots__}
-        self._journal.insert("overrides", row | {"value": json.dumps(value)}, key="name")
+        self._journal.insert("overrides", row | {"value": json.dumps(value), "number": self._number}, key="name")
         self._journal.audit(actor, "override.set", name, reason, f"{value!r} for {ttl_s:g} s")
         self._journal.mark("override", f"{name} = {value!r}")
         return made

@@ -102,7 +102,8 @@ CREATE TABLE operations (
 
 CREATE TABLE overrides (
   name TEXT PRIMARY KEY, value TEXT NOT NULL, until_unix_s REAL NOT NULL,
-  reason TEXT NOT NULL, actor TEXT NOT NULL, created_unix_s REAL NOT NULL
+  reason TEXT NOT NULL, actor TEXT NOT NULL, created_unix_s REAL NOT NULL,
+  number INTEGER NOT NULL                    -- rises with each that is set, as the clock may not
 ) WITHOUT ROWID;
 
 CREATE TABLE audit (

@@ -77,14 +77,13 @@ class Operations:
         Args:
             active: the version that engines follow; an operation that was swapping it in has succeeded.
         """
-        order = "ORDER BY created_unix_s DESC, rowid DESC"
-        newest = f"SELECT operation_id FROM operations {order} LIMIT ?"
+        newest = "SELECT operation_id FROM operations ORDER BY rowid DESC LIMIT ?"
         ends = ", ".join(f"'{state}'" for state in sorted(FINISHED))
         goes_on = f"state NOT IN ({ends}) OR stage = 'watching'"
         rows = self._store.read(
-            f"SELECT * FROM operations WHERE {goes_on} OR operation_id IN ({newest}) {order}", (KEPT_IN_MEMORY,)
+            f"SELECT * FROM operations WHERE {goes_on} OR operation_id IN ({newest}) ORDER BY rowid", (KEPT_IN_MEMORY,)
         )
-        for row in reversed(rows):
+        for row in rows:
             if (operation := _stored(row)) is None:
                 continue
             self._by_id[operation.operation_id] = operation

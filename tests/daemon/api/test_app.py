@@ -318,6 +318,29 @@ def test_an_override_lasts_as_long_as_it_was_asked_to_though_somebody_sets_the_c
     assert shown["until_unix_s"] == pytest.approx(service.clock() + jump_s + 600, abs=20)
 
 
+def test_the_override_that_was_set_later_counts_after_a_restart_though_the_clock_was_set_back(settings: Settings) -> None:
+    """`policy off`, set against trouble, gave way to an older length at the daemon's restart."""
+    settings.paths.state_dir.mkdir()
+    settings.paths.runtime_dir.mkdir()
+    service = Service(settings, daemon_id="one")
+    service.start()
+    with TestClient(make_app(service)) as client:
+        client.put("/v1/overrides/draft_tokens", json={"value": 2, "ttl_s": 86_400})
+        service.overrides._clock = lambda: service.clock() - 3600.0
+        client.put("/v1/overrides/policy", json={"value": "off", "ttl_s": 86_400})
+    service.stop()
+    for name, last in (("two", "policy"), ("three", "draft_tokens")):
+        service = Service(settings, daemon_id=name)
+        service.start()
+        with TestClient(make_app(service)) as client:
+            client.put("/v1/overrides/capture_share", json={"value": 0.5, "ttl_s": 60})
+            names = [one.name for one in service.overrides.active()]
+            assert names[-2:] == [last, "capture_share"]
+            client.put("/v1/overrides/draft_tokens", json={"value": 2, "ttl_s": 86_400})
+            client.delete("/v1/overrides/capture_share")
+        service.stop()
+
+
 def test_pausing_is_remembered(client: TestClient, service: Service) -> None:
     assert client.post("/v1/training:pause").status_code == 202
     assert service.trainer.is_paused

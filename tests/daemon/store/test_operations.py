@@ -41,6 +41,18 @@ def test_one_that_ran_when_the_daemon_ended_is_told_to_have_failed(store: Store,
     assert [one.operation_id for one in again.listing()][-1] == running.operation_id
 
 
+def test_the_newest_stays_the_newest_after_a_clock_was_set_back(store: Store, clock: Clock) -> None:
+    operations = Operations(store, clock)
+    first = operations.create("verify", "asking", "", "alice", None)
+    clock.now -= 3600.0
+    second = operations.create("verify", "asking", "", "alice", None)
+    operations.finish(first, "succeeded")
+    assert store.drain(30)
+    again = Operations(store, clock)
+    again.load()
+    assert [one.operation_id for one in again.listing()] == [second.operation_id, first.operation_id]
+
+
 def test_a_key_stands_for_its_first_operation_for_good(store: Store, clock: Clock) -> None:
     """A later operation with the key replaced the first one's row."""
     operations = Operations(store, clock)
