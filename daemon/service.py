@@ -270,10 +270,10 @@ class Service:
     def start(self) -> None:
         """Start writing, then listening. Raises StartError."""
         self.store.start()
+        self.old_versions.load()
         self.lifecycle.load()
         self.recalibrations.load()
         self.overrides.load()
-        self.old_versions.load()
         self.trainer.is_paused = bool(self.store.read(f"SELECT 1 FROM meta WHERE key = '{_PAUSED}' AND value"))
         self.router.start()
         self._ticker.start()

@@ -11,7 +11,7 @@ import structlog
 from honed.adapt.protocol.wire import FOREIGN_DRAFTER, EngineHello, EngineStatus, Policy
 from honed.daemon.errors import UnknownError, there_are
 from honed.daemon.ingest.sequences import BootSequence
-from honed.daemon.store.batch_tables import StoredBatch, save_facts
+from honed.daemon.store.batch_tables import StoredBatch, save_facts, save_seen
 from honed.daemon.store.rollups import Counts
 from honed.daemon.store.store import Store
 from honed.recalib.registry.access import User
@@ -20,6 +20,8 @@ log = structlog.get_logger("honed.engines")
 
 RETURN_S = 3600.0
 """Time that engines have at least to come back after a start of the daemon, before they count as gone for good."""
+SEEN_EVERY_S = 3600.0
+"""Time after which it is stored again that an engine is there."""
 MOST_ENGINES = 256
 MOST_BOOTS_EACH = 16
 """Boots of an engine kept in memory; the database has all."""
@@ -49,6 +51,8 @@ class Boot:
     """Version of the checkpoint that its vLLM loaded."""
     target_updates: int = 0
     """Updates of its target's weights that were acted on."""
+    seen_s: float = float("-inf")
+    """Time at which it was last stored that it is there."""
 
     def note_stored(self, item: StoredBatch, now_s: float) -> None:
         """Note that a batch of this boot is on disk."""
@@ -230,6 +234,17 @@ class Engines:
         facts = (boot.engine_id, boot.boot_id, boot.own_version, boot.target_updates)
         self._store.keep(("facts", *facts[:2]), lambda db: save_facts(db, *facts)).add_done_callback(
             lambda done: done.exception() and log.error("facts of a boot were not written", error=str(done.exception()))
+        )
+
+    def note_seen(self, engine: Engine, now_s: float, unix_ns: int) -> None:
+        """Store at times that an engine is there, and what it runs: without traffic nothing else tells a restarted daemon."""
+        boot = engine.boot
+        if now_s - boot.seen_s < SEEN_EVERY_S:
+            return
+        boot.seen_s = now_s
+        seen = (boot.engine_id, boot.boot_id, engine.live_version, unix_ns)
+        self._store.keep(("seen", *seen[:2]), lambda db: save_seen(db, *seen)).add_done_callback(
+            lambda done: done.exception() and log.error("an engine's presence was not written", error=str(done.exception()))
         )
 
     def _load(self, engine_id: str, boot_id: str) -> Boot:

@@ -129,6 +129,7 @@ class Ingest:
             self._on_command_result(message)
         else:
             engine.status, engine.live_version = message, message.drafter_version
+            self._engines.note_seen(engine, self._monotonic(), int(self._clock() * 1e9))
             if message.target_updates > engine.boot.target_updates:  # some may have come while no daemon heard of it
                 engine.boot.target_updates = message.target_updates
                 self._on_target_update(engine)

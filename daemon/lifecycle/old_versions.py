@@ -18,8 +18,10 @@ log = structlog.get_logger("honed.old_versions")
 
 
 AWAY_S = 86_400.0
-"""After a restart, an engine that was silent for longer than this before it counts as gone."""
-_OWN = "SELECT engine_id, own_version AS version, max(last_seen_unix_ns) AS t FROM boots GROUP BY engine_id HAVING t >= ?"
+"""After a restart, an engine that was silent for longer than this before the daemon ended counts as gone."""
+_SEEN = """
+SELECT engine_id, own_version, live_version, max(last_seen_unix_ns) / 1000000000 AS seen_s FROM boots GROUP BY engine_id
+"""
 _LATEST = """
 WITH recent AS (SELECT engine_id, drafter_version, bucket_s FROM rollups WHERE resolution_s = 3600 AND bucket_s >= ?)
 SELECT DISTINCT engine_id, drafter_version AS version FROM recent
@@ -53,9 +55,16 @@ class OldVersions:
         """Engine -> versions that it may run since before the daemon's start; of use until it says hello."""
 
     def load(self) -> None:
-        """Read what the engines of the last day ran, since a restart mustn't take it from those that aren't back yet."""
-        since_s = self._clock() - AWAY_S
-        for row in self._store.read(_OWN, (int(since_s * 1e9),)) + self._store.read(_LATEST, (int(since_s),)):
+        """Read what the engines of its last day ran, since a restart mustn't take it from those that aren't back yet.
+
+        Call it before anything moves an alias, which removes versions. How long the daemon was away doesn't count.
+        """
+        seen = self._store.read(_SEEN)
+        since_s = min(max((row["seen_s"] for row in seen), default=0), self._clock()) - AWAY_S
+        for row in seen:
+            if row["seen_s"] >= since_s:
+                self._before[row["engine_id"]] = {row["own_version"], row["live_version"]}
+        for row in self._store.read(_LATEST, (int(since_s),)):
             self._before.setdefault(row["engine_id"], set()).add(row["version"])
 
     def remove(self) -> None:

@@ -56,6 +56,7 @@ INSERT INTO boots (engine_id, boot_id, first_seen_unix_ns, last_seen_unix_ns, ow
 VALUES (?1, ?2, unixepoch() * 1000000000, unixepoch() * 1000000000, ?3, ?4)
 ON CONFLICT (engine_id, boot_id) DO UPDATE SET own_version = ?3, target_updates = ?4
 """
+SAVE_SEEN = "UPDATE boots SET live_version = ?3, last_seen_unix_ns = ?4 WHERE engine_id = ?1 AND boot_id = ?2"
 
 
 BATCH_BYTES, CELL_BYTES = 2 << 10, 1 << 10
@@ -199,6 +200,11 @@ def committed_seq(db: Database, engine_id: str, boot_id: str) -> int:
 def save_facts(db: Database, engine_id: str, boot_id: str, own_version: str, target_updates: int) -> None:
     """Store what is known of a boot, be it before its hello is stored."""
     db.conn.execute(SAVE_FACTS, (engine_id, boot_id, own_version, target_updates))
+
+
+def save_seen(db: Database, engine_id: str, boot_id: str, live_version: str, unix_ns: int) -> None:
+    """Store that an engine is there, and what it runs."""
+    db.conn.execute(SAVE_SEEN, (engine_id, boot_id, live_version, unix_ns))
 
 
 def save_hello(db: Database, engine_id: str, boot_id: str, hello_json: str, unix_ns: int) -> None:

@@ -31,6 +31,7 @@ CREATE TABLE boots (
   first_seen_unix_ns INTEGER NOT NULL, last_seen_unix_ns INTEGER NOT NULL,
   hello TEXT,                                -- JSON of the last EngineHello, NULL when only batches were seen
   own_version TEXT NOT NULL DEFAULT '',      -- of the checkpoint that vLLM loaded; empty: not known
+  live_version TEXT NOT NULL DEFAULT '',     -- that it ran by a status of the hour before it was last seen
   target_updates INTEGER NOT NULL DEFAULT 0, -- of the target's weights, as far as they were acted on
   committed_seq INTEGER NOT NULL DEFAULT 0,  -- highest sequence number stored: the source of every Ack
   batches INTEGER NOT NULL DEFAULT 0,

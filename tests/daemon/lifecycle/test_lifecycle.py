@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from honed.adapt.protocol import wire
 from honed.daemon.api.app import make_app
 from honed.daemon.control import warm_start
 from honed.daemon.errors import ConflictError, StoreError
+from honed.daemon.ingest.engines import SEEN_EVERY_S
+from honed.daemon.lifecycle.old_versions import AWAY_S
 from honed.daemon.lifecycle.recalibrations import MAX_RESTARTS
 from honed.daemon.lifecycle.swaps import LOST_S, TIMEOUT_S, Swap
 from honed.daemon.service import Service
@@ -343,7 +346,8 @@ def test_what_an_engine_came_with_stays(stage: Stage) -> None:
     assert len(left) < 20
 
 
-def test_what_an_engine_runs_stays_over_a_restart_of_the_daemon(settings: Settings, folder: Path) -> None:
+@pytest.mark.parametrize("away_s", [0.0, AWAY_S + 3600.0])
+def test_what_an_engine_runs_stays_over_a_restart_of_the_daemon(settings: Settings, folder: Path, away_s: float) -> None:
     """The restarted daemon removed it before the engine had said hello again."""
     service, engine, trainer, first = first_life(settings, folder)
     try:
@@ -355,9 +359,67 @@ def test_what_an_engine_runs_stays_over_a_restart_of_the_daemon(settings: Settin
         service.drafters.registry.set_aliases({"active": None, "floor": None})
         for number in range(2, 30):
             stage.version(float(number))
-        service = Service(settings, daemon_id="two")
+        service = Service(settings, daemon_id="two", clock=lambda: time.time() + away_s)
         service.start()
         service.old_versions.remove()
+        left = {manifest.version for manifest in service.drafters.registry.versions()}
+        assert {first, runs} <= left
+        assert len(left) < 20
+    finally:
+        service.stop()
+        engine.close()
+        trainer.close()
+
+
+def test_what_an_engine_without_traffic_runs_stays_over_a_restart_of_the_daemon(settings: Settings, folder: Path) -> None:
+    """It was connected all the time, but nothing was stored about it for a day."""
+    service, engine, trainer, first = first_life(settings, folder)
+    busy = ServingEngine(settings.paths.engine_socket, checkpoint=engine.checkpoint, engine_id="busy")
+    try:
+        busy.attach()
+        stage = Stage(service, engine, trainer, TestClient(make_app(service)), first, folder)
+        runs, before = stage.version(1.0), stage.version(2.0)
+        for version in (before, runs):
+            engine.send_status(drafter_version=version)
+            wait_for(lambda version=version: service.engines.by_id["engine-0"].live_version == version, "the status")
+            with service.lock:
+                service.engines.by_id["engine-0"].boot.seen_s -= SEEN_EVERY_S
+                service.ingest._clock = lambda: time.time() + AWAY_S + 3600.0
+        busy.turn()
+        busy.wait_acked(1)
+        service.stop()
+        service.drafters.registry.set_aliases({"active": None, "floor": None})
+        for number in range(3, 30):
+            stage.version(float(number))
+        service = Service(settings, daemon_id="two", clock=lambda: time.time() + AWAY_S + 3600.0)
+        service.start()
+        service.old_versions.remove()
+        left = {manifest.version for manifest in service.drafters.registry.versions()}
+        assert {first, runs} <= left
+        assert before not in left
+    finally:
+        service.stop()
+        for one in (engine, busy, trainer):
+            one.close()
+
+
+def test_nothing_is_removed_at_a_start_before_it_is_known_what_engines_run(
+    settings: Settings, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The alias of a candidate without a trial is removed at the start, and old versions with it."""
+    service, engine, trainer, first = first_life(settings, folder)
+    try:
+        stage = Stage(service, engine, trainer, TestClient(make_app(service)), first, folder)
+        engine.live_version = runs = stage.version(1.0)
+        engine.turn()
+        engine.wait_acked(1)
+        service.stop()
+        left_over = [stage.version(float(number)) for number in range(2, 30)][-1]
+        service.drafters.registry.set_aliases({"active": None, "floor": None, "candidate": left_over})
+        monkeypatch.setattr(Service, "in_background", lambda self, job: job())
+        service = Service(settings, daemon_id="two")
+        service.start()
+        assert service.drafters.alias("candidate") == ""
         left = {manifest.version for manifest in service.drafters.registry.versions()}
         assert {first, runs} <= left
         assert len(left) < 20
