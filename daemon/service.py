@@ -457,9 +457,10 @@ class Service:
     def on_alarm(self, engine: Engine, alarm: Alarm) -> None:
         self.recalibrations.on_alarm(engine, alarm)
 
-    def _on_trial_end(self, trial: Trial, decision: str, text: str) -> None:
-        self.lifecycle.on_trial_end(trial, decision, text)
+    def _on_trial_end(self, trial: Trial, decision: str, text: str) -> bool:
+        is_done = self.lifecycle.on_trial_end(trial, decision, text)
         self.recalibrations.on_trial_end(trial, decision)
+        return is_done
 
     # --- calls of the store (writer's thread) ---------------------------------------------------------------------------
 

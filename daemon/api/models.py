@@ -180,6 +180,8 @@ class StatusView(BaseModel):
     drafters: dict[str, str | None]
     drafter_problems: dict[str, str]
     """Aliases that are damaged, or whose version is removed or damaged, and why; "floor" too."""
+    verdict_problem: str
+    """Why the verdict of a trial isn't carried out yet; empty: it is."""
     web_config_problem: str
     """Why the last change of `http.metrics_web_config` isn't in use; empty: it is."""
     shared_registry: dict[str, int | float | str] | None

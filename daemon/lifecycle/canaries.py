@@ -51,7 +51,7 @@ class Canaries:
     """Begins, runs and ends the rollout's trial; knows failed versions. Guarded by the service's lock.
 
     Args:
-        on_end: called with (trial, decision, text); the rollout has no trial by then.
+        on_end: called with (trial, decision, text), and returns whether that is carried out; the rollout has no trial by then.
         hears_others: whether other hosts' evidence may decide, too.
     """
 
@@ -68,7 +68,7 @@ class Canaries:
         journal: Journal,
         clock: Callable[[], float],
         monotonic: Callable[[], float],
-        on_end: Callable[[Trial, str, str], None],
+        on_end: Callable[[Trial, str, str], bool],
         hears_others: bool = False,
     ) -> None:
         self._settings, self._rollout, self._hears_others = settings, rollout, hears_others
@@ -210,7 +210,10 @@ class Canaries:
         trial = self._rollout.trial
         if trial is None:
             return
-        if trial.active_s >= trial.canary.settings.max_s:
+        verdict = trial.canary.verdict
+        if verdict.decision != "undecided":  # before a restart, but not carried out
+            self._end(trial, verdict.decision, verdict.text)
+        elif trial.active_s >= trial.canary.settings.max_s:
             verdict = trial.canary.give_up(f"shows no proven difference in {trial.active_s:.0f} s of traffic")
             self._end(trial, verdict.decision, verdict.text)
         elif self._is_abandoned(trial, now_s):
@@ -278,10 +281,18 @@ class Canaries:
         # Aliases first, here and in `load`: engines follow them.
         if why := canary_tables.why_failed(decision, text):
             self._failed[trial.new_key] = why
+        is_done = True
         try:
-            self._on_end(trial, decision, text)
+            is_done = self._on_end(trial, decision, text)
         finally:
-            self._write_end(self._row(trial), decision, text)
+            if is_done:
+                self.close(trial, decision, text)
+            else:
+                self._save(trial)  # a restarted daemon comes to the same verdict, and carries it out
+
+    def close(self, trial: Trial, decision: str, text: str) -> None:
+        """Store that a trial is over, since its verdict was carried out."""
+        self._write_end(self._row(trial), decision, text)
 
     def _write_end(self, row: dict[str, Any], decision: str, text: str) -> None:
         if why := canary_tables.why_failed(decision, text):

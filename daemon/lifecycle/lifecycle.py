@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import structlog
 
@@ -27,7 +28,7 @@ from honed.daemon.lifecycle.drafters import Drafters
 from honed.daemon.lifecycle.eligible_engines import EligibleEngines
 from honed.daemon.lifecycle.rollout import Rollout
 from honed.daemon.lifecycle.swaps import Swap, Swaps
-from honed.daemon.lifecycle.trial import Trial
+from honed.daemon.lifecycle.trial import Due, Trial
 from honed.daemon.store.journal import Journal
 from honed.daemon.store.operations import PROVEN, Operation, Operations
 
@@ -61,11 +62,8 @@ class Lifecycle:
         self._challenge_pause_s, self._monotonic = challenge_pause_s, monotonic
         self.rollbacks: Counter[str] = Counter()
         self._challenged_s = float("-inf")
-        self._rollback_due: tuple[str, str] | None = None
-        """Worse version that is still active because its aliases couldn't be moved, and the verdict's text."""
-        self._promotion_due: tuple[Trial, str] | None = None
-        """Trial whose candidate is better, though the aliases couldn't be moved, and the verdict's text."""
         self._due_s = 0.0
+        """Time of the next try of what is due."""
         self._promoting: Swap | None = None
         """The swap of a running promotion."""
         self.promotions: Counter[str] = Counter()
@@ -124,9 +122,7 @@ class Lifecycle:
             self._operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
         return operation
 
-    def roll_back(
-        self, *, reason: str, actor: str, cause: str = "operator", key: str | None = None, dry_run: bool = False
-    ) -> Operation:
+    def roll_back(self, *, reason: str, actor: str, key: str | None = None, dry_run: bool = False) -> Operation:
         """Go back to the previous version, else the floor, whichever is whole, or end a candidate's canary or a promotion.
 
         Raises:
@@ -143,8 +139,7 @@ class Lifecycle:
             self._canaries.withdraw(_rolled_back(actor, reason))
             self._operations.finish(operation, "succeeded", note=f"{new} was on trial; {old} stays active")
             return operation
-        aliases = self._drafters.aliases()
-        active = aliases["active"] or ""
+        active = self._drafters.active
         promotion = self._rollout.swapping
         if promotion is not None and promotion.kind == "promote" and active:
             new = promotion.detail["version"]
@@ -156,6 +151,25 @@ class Lifecycle:
             self.end_promotion(_rolled_back(actor, reason))
             self._operations.finish(operation, "succeeded", note=f"{new} was being promoted; {active} stays active")
             return operation
+        target = self._way_back(active)
+        running = self._rollout.swapping
+        if running is None or running.kind not in PROVEN or self._rollout.due is not None:
+            self._rollout.check_no_swap()  # else its version is active: engines that haven't it yet needn't be waited for
+        if dry_run:
+            takers = [engine.engine_id for engine in self._eligible.swappable(target)]
+            return self._operations.planned("rollback", reason, actor, version=target, rolled_back=active, engines=takers)
+        operation = self._operations.create("rollback", "swapping", reason, actor, key, version=target, rolled_back=active)
+        self._journal.audit(actor, "rollback", active, reason, operation.operation_id)
+        with self._failing(operation):
+            self._go_back(target)
+        self._rollout.swapping = operation  # the engines are sent home once, below
+        self._canaries.withdraw(_rolled_back(actor, reason))
+        self._went_back(operation, active, "operator")
+        return operation
+
+    def _way_back(self, active: str) -> str:
+        """The previous version, else the floor, whichever is whole. Raises ConflictError if neither is, with the reasons."""
+        aliases = self._drafters.aliases()
         faults = {v: self._drafters.fault(v) for v in (aliases["previous"], aliases["floor"]) if v and v != active}
         target = next((version for version, fault in faults.items() if not fault), "")
         if not target:
@@ -164,23 +178,18 @@ class Lifecycle:
                 f"there is no previous drafter to go back to; active is {active or 'none'}{why}",
                 cure="`honed drafters` lists the versions; `honed promote VERSION` goes to any of them.",
             )
-        running = self._rollout.swapping
-        if running is None or running.kind not in PROVEN or self._promotion_due is not None:
-            self._rollout.check_no_swap()  # else its version is active: engines that haven't it yet needn't be waited for
-        if dry_run:
-            takers = [engine.engine_id for engine in self._eligible.swappable(target)]
-            return self._operations.planned("rollback", reason, actor, version=target, rolled_back=active, engines=takers)
-        operation = self._operations.create("rollback", "swapping", reason, actor, key, version=target, rolled_back=active)
-        self._journal.audit(actor, "rollback", active, reason, operation.operation_id)
-        # Aliases first: from here on every engine gets the old version, even if we are killed now.
-        with self._failing(operation):
-            self._drafters.move({"active": target, "previous": None, "candidate": None})
+        return target
+
+    def _go_back(self, target: str) -> None:
+        """Move the aliases first: from then on every engine gets the old version, even if we are killed then."""
+        self._drafters.move({"active": target, "previous": None, "candidate": None})
+        self._settle_due()
+
+    def _went_back(self, operation: Operation, old: str, cause: str) -> None:
+        target = operation.detail["version"]
         self.rollbacks[cause] += 1
-        self._journal.mark("rollback", f"{active} -> {target}: {reason or cause}")
-        self._rollout.swapping = operation  # the engines are sent home once, below
-        self._canaries.withdraw(_rolled_back(actor, reason))
+        self._journal.mark("rollback", f"{old} -> {target}: {operation.reason or cause}")
         self._send_home(target, operation)
-        return operation
 
     def end_promotion(self, text: str) -> None:
         """Cancel the running promotion, and swap its engines back to the active version; no engine is waited for."""
@@ -197,7 +206,8 @@ class Lifecycle:
         """Let a candidate take turns with the active version.
 
         Raises:
-            ConflictError: the same weights failed before, a swap or trial is running, or no engine can run both versions.
+            ConflictError: the same weights failed before, a swap or trial is running, a verdict is due, or no engine can run
+                both versions.
             UnknownError, StoreError
         """
         active = self._drafters.active
@@ -206,6 +216,7 @@ class Lifecycle:
         if why := self._canaries.why_failed(version):
             raise ConflictError(f"these weights aren't offered again: {why}")
         self._rollout.check_no_swap()
+        self._rollout.check_nothing_due()
         if self._rollout.trial is not None:
             raise ConflictError(f"{self._rollout.trial.canary.new} is on trial")
         if not engines:
@@ -265,9 +276,11 @@ class Lifecycle:
         if is_watched:
             self._canaries.begin(operation, "watch", old, swap.version)
 
-    def on_trial_end(self, trial: Trial, decision: str, text: str) -> None:
-        """Act on a trial's end. `decision`: better, worse, unproven; without one: withdrawn, stopped (both by an operator), or
-        failed (a swap was refused, or its engines are gone).
+    def on_trial_end(self, trial: Trial, decision: str, text: str) -> bool:
+        """Act on a trial's end; False if the verdict is due, since the aliases couldn't be moved.
+
+        `decision`: better, worse, unproven; without one: withdrawn, stopped (both by an operator), or failed (a swap was
+        refused, or its engines are gone).
         """
         operation = self._operations.find(trial.operation_id)
         self._journal.audit("honed", f"{trial.kind}.{decision}", trial.canary.new, text)
@@ -277,9 +290,10 @@ class Lifecycle:
             if operation is not None:
                 self._operations.move(operation, stage="done", watch=text)
             if decision == "worse" and self._drafters.active == trial.canary.new:
-                self._take_back(text)
+                self._take_back(trial, text)
             elif self._rollout.swapping is None and self._drafters.active in trial.versions:
                 self._send_home(self._drafters.active)
+        return self._rollout.due is None
 
     def _end_canary(self, trial: Trial, operation: Operation | None, decision: str, text: str) -> None:
         new, old = trial.canary.new, trial.canary.old
@@ -293,11 +307,11 @@ class Lifecycle:
             else:
                 self._drafters.move({"candidate": None})
         except HonedError as error:
-            log.error("aliases were not moved after a canary", version=new, error=str(error))
             if decision == "better" and not self._drafters.fault(new):
-                self._promotion_due, self._due_s = (trial, text), self._monotonic() + _RETRY_S
                 self._rollout.swapping = operation
+                self._note_due(trial, "better", text, error)
                 return
+            log.error("aliases were not moved after a canary", version=new, error=str(error))
             decision, text = "failed", f"{text}; the aliases were not moved: {error}"
         if decision in ("worse", "withdrawn"):
             self.rollbacks["canary" if decision == "worse" else "operator"] += 1
@@ -314,22 +328,46 @@ class Lifecycle:
             self._send_home(self._drafters.active, operation)
 
     def tick(self, now_s: float) -> None:
-        """Once a second: retry what a verdict asks for, if the aliases couldn't be moved."""
-        if self._promotion_due is not None and now_s >= self._due_s:
-            (trial, text), self._promotion_due, self._rollout.swapping = self._promotion_due, None, None
-            self._end_canary(trial, self._operations.find(trial.operation_id), "better", text)
-        if self._rollback_due is None or now_s < self._due_s or not self._rollout.is_quiet:
+        """Once a second: try again what a verdict asks for, if the aliases couldn't be moved."""
+        due = self._rollout.due
+        if due is None or now_s < self._due_s:
             return
-        (version, text), self._rollback_due = self._rollback_due, None
-        if self._drafters.active == version:
-            self._take_back(text)
+        if due.decision == "better":
+            self._rollout.due = self._rollout.swapping = None
+            self._end_canary(due.trial, self._operations.find(due.trial.operation_id), "better", due.text)
+        elif self._rollout.swapping is not None:
+            return
+        else:
+            self._rollout.due = None
+            if self._drafters.active == due.trial.canary.new:
+                self._take_back(due.trial, due.text)
+        if self._rollout.due is None:
+            self._canaries.close(due.trial, due.decision, due.text)
 
-    def _take_back(self, text: str) -> None:
+    def _take_back(self, trial: Trial, text: str) -> None:
+        """Roll the active version back, which was found worse. Until that is possible it is due, and leaves no operations."""
+        active = self._drafters.active
         try:
-            self.roll_back(reason=text, actor="honed", cause="canary")
+            target = self._way_back(active)
+            self._rollout.check_no_swap()
+            self._go_back(target)
         except HonedError as error:
-            log.error("a bad version can't be rolled back yet", error=str(error))
-            self._rollback_due, self._due_s = (self._drafters.active, text), self._monotonic() + _RETRY_S
+            self._note_due(trial, "worse", text, error)
+            return
+        operation = self._operations.create("rollback", "swapping", text, "honed", None, version=target, rolled_back=active)
+        self._journal.audit("honed", "rollback", active, text, operation.operation_id)
+        self._went_back(operation, active, "canary")
+
+    def _note_due(self, trial: Trial, decision: Literal["better", "worse"], text: str, error: HonedError) -> None:
+        why = f"{error}. {error.cure}" if error.cure else str(error)
+        self._rollout.due, self._due_s = Due(trial, decision, text, why), self._monotonic() + _RETRY_S
+        log.error("a verdict can't be carried out yet", error=self._rollout.due.problem)
+
+    def _settle_due(self) -> None:
+        """Forget what is due: the active version was changed."""
+        due, self._rollout.due = self._rollout.due, None
+        if due is not None:
+            self._canaries.close(due.trial, due.decision, due.text)
 
     @contextlib.contextmanager
     def _failing(self, operation: Operation) -> Iterator[None]:
@@ -373,6 +411,7 @@ class Lifecycle:
         is_way_back = bool(old) and old != version and not self._drafters.fault(old)
         changes: dict[str, str | None] = {"previous": old} if is_way_back else {}
         self._drafters.move(changes | {"active": version, "candidate": None})
+        self._settle_due()
         self.promotions[kind] += 1
 
 

@@ -125,6 +125,7 @@ class Recalibrations:
                 cure=f"`honed canary` shows its progress, `honed cancel {tried}` or `honed rollback` ends it.",
             )
         self._rollout.check_no_swap()
+        self._rollout.check_nothing_due()
         if not self._trainer.is_connected:
             raise ConflictError("no trainer is connected", cure=START_TRAINER)
         engine = self._eligible.capturing(engine_id)

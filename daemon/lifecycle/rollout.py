@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from honed.daemon.errors import ConflictError
-from honed.daemon.lifecycle.trial import Trial
+from honed.daemon.lifecycle.trial import Due, Trial
 from honed.daemon.store.operations import Operation, Operations
 
 
@@ -19,6 +19,8 @@ class Rollout:
     trial: Trial | None = None
     training: Operation | None = None
     """The recalibration that waits for its candidate."""
+    due: Due | None = None
+    """A verdict to carry out, before anything else begins by itself."""
 
     @property
     def current(self) -> Operation | None:
@@ -30,8 +32,8 @@ class Rollout:
 
     @property
     def is_quiet(self) -> bool:
-        """True if nothing is running."""
-        return self.current is None and self.trial is None
+        """True if nothing is running, and nothing is due."""
+        return self.current is None and self.trial is None and self.due is None
 
     @property
     def versions(self) -> set[str]:
@@ -50,3 +52,8 @@ class Rollout:
             if self.swapping.kind == "promote":
                 cure = f"Wait for its end (`honed operations {running}`), or end it: `honed cancel {running}`."
             raise ConflictError(f"operation {running} is swapping a drafter", cure=cure)
+
+    def check_nothing_due(self) -> None:
+        """Raise ConflictError while a verdict waits to be carried out."""
+        if self.due is not None:
+            raise ConflictError(self.due.problem, cure="honed tries again every half minute; `honed status` shows it.")

@@ -64,3 +64,22 @@ class Trial:
             "text": verdict.text,
             "workloads": canary.figures(),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """The verdict of a trial that has ended, which couldn't be carried out yet."""
+
+    trial: Trial
+    decision: Literal["better", "worse"]
+    text: str
+    why: str
+    """Why not."""
+
+    @property
+    def problem(self) -> str:
+        """What is wrong, for people."""
+        state = (
+            "has proven better, but isn't active yet" if self.decision == "better" else "was found worse, but is still active"
+        )
+        return f"{self.trial.canary.new} {state}: {self.why}"

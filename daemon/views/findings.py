@@ -137,6 +137,8 @@ def _of_drafters(status: dict[str, Any]) -> Iterator[Finding]:
             yield Finding("error", text, "`honed rollback` goes back to a whole version, `honed promote VERSION` to any other.")
         else:
             yield Finding("warning", text, "`honed rollback` goes past it, and `honed drafters` lists the versions.")
+    if why := status.get("verdict_problem"):
+        yield Finding("error", why, "honed tries again every half minute, and begins no recalibration before.")
 
 
 def _span(span_s: float) -> str:

@@ -66,6 +66,7 @@ def status(service: Service) -> dict[str, Any]:
             "recalibrates": service.settings.recalibration.automatic,
             "drafters": {n: v for n, v in service.drafters.aliases().items() if n != "floor"},
             "drafter_problems": faults,
+            "verdict_problem": service.rollout.due.problem if service.rollout.due is not None else "",
             "web_config_problem": service.web_config.fault if service.web_config is not None else "",
             "shared_registry": service.sharing.view(),
             "acceptance": {"last_minute": acceptance(last_minute), "total": acceptance(total)},

@@ -322,11 +322,94 @@ def test_a_worse_version_goes_as_soon_as_the_aliases_can_be_moved(stage: Stage, 
     stage.engine.acceptance = {stage.first: 0.7, new: 0.4}
     stage.promote(new, force=False)
     with aliases_that_stay(stage, monkeypatch) as refused:
-        stage.engine.serve(lambda: len(refused) >= 2, "a second try")
+        stage.engine.serve(lambda: len(refused) >= 3, "a third try")
         assert stage.aliases()["active"] == new
+        status = stage.client.get("/v1/status").json()
+        assert status["verdict_problem"].startswith(f"{new} was found worse, but is still active: no space left on device")
+        assert status["verdict_problem"] in [one.text for one in findings(status)]
     assert stage.service.drafters.move == move
     stage.engine.serve(lambda: stage.aliases()["active"] == stage.first, "the roll-back")
     stage.engine.serve(lambda: stage.engine.live_version == stage.first, "the old version")
+    assert stage.client.get("/v1/status").json()["verdict_problem"] == ""
+    # Each try was an operation that had failed, and a line in the audit table.
+    assert [one["kind"] for one in stage.client.get("/v1/operations").json()] == ["rollback", "promote"]
+    assert [one["action"] for one in stage.client.get("/v1/audit").json()].count("rollback") == 1
+
+
+def test_no_recalibration_begins_before_a_worse_version_is_rolled_back(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It began from the worse version, and the roll-back waited for its end."""
+    monkeypatch.setattr("honed.daemon.lifecycle.lifecycle._RETRY_S", 0.5)
+    new = stage.version(1.0)
+    stage.engine.acceptance = {stage.first: 0.7, new: 0.4}
+    stage.promote(new, force=False)
+    with aliases_that_stay(stage, monkeypatch) as refused:
+        stage.engine.serve(lambda: refused, "the verdict")
+        drift(stage, "default", new)
+        assert stage.client.get("/v1/status").json()["drift_alarms"]
+        with stage.service.lock:
+            stage.service.recalibrations.tick(stage.service.monotonic())
+            assert stage.service.rollout.training is None
+        asked = stage.client.post("/v1/recalibrations", json={})
+        assert asked.status_code == 409
+        assert f"{new} was found worse, but is still active: no space left" in asked.json()["detail"]
+    stage.engine.serve(lambda: stage.service.rollout.training is not None, "the recalibration")
+    assert stage.trainer.expect(wire.TrainRequest).parent_version == stage.first
+
+
+@pytest.mark.parametrize("decision", ["worse", "better"])
+def test_a_verdict_that_could_not_be_carried_out_outlives_a_restart_of_the_daemon(
+    settings: Settings, folder: Path, monkeypatch: pytest.MonkeyPatch, decision: str
+) -> None:
+    """A worse version stayed active for good, and a better one was thrown away."""
+    service, engine, trainer, first = first_life(settings, folder)
+    trainer.introduce()
+    try:
+        with TestClient(make_app(service)) as client:
+            stage = Stage(service, engine, trainer, client, first, folder)
+            if decision == "worse":
+                new = stage.version(1.0)
+                engine.acceptance = {first: 0.7, new: 0.4}
+                operation_id = stage.promote(new, force=False)
+            else:
+                operation_id, new = candidate(stage, 1.0, old=0.4, new=0.7)
+            with aliases_that_stay(stage, monkeypatch) as refused:
+                engine.serve(lambda: refused and client.get("/v1/status").json()["verdict_problem"], "the verdict")
+        service.stop()
+        assert service.drafters.active == (new if decision == "worse" else first)
+        service = Service(settings, daemon_id="two")
+        service.start()
+        wanted = first if decision == "worse" else new
+        wait_for(lambda: service.drafters.active == wanted, "the verdict to be carried out")
+        engine.reconnect()
+        engine.attach(capture_path="/ring")
+        engine.serve(lambda: engine.live_version == wanted, "the version")
+        with TestClient(make_app(service)) as client:
+            assert client.get(f"/v1/operations/{operation_id}").json()["state"] == "succeeded"
+            assert service.store.drain(10)
+            (row,) = client.get("/v1/canaries").json()
+            assert row["decision"] == decision
+            assert bool(service.canaries.why_failed(new)) == (decision == "worse")
+            assert client.get("/v1/status").json()["verdict_problem"] == ""
+    finally:
+        service.stop()
+        engine.close()
+        trainer.close()
+
+
+def test_a_verdict_that_could_not_be_carried_out_is_overtaken_by_an_operator(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, other = stage.version(1.0), stage.version(2.0)
+    stage.engine.acceptance = {stage.first: 0.7, new: 0.4}
+    operation_id = stage.promote(new, force=False)
+    with aliases_that_stay(stage, monkeypatch) as refused:
+        stage.engine.serve(lambda: refused, "the verdict")
+    stage.promote(other)
+    assert stage.aliases()["active"] == other
+    assert stage.service.rollout.due is None
+    assert stage.service.store.drain(10)
+    (row,) = stage.client.get("/v1/canaries").json()
+    assert (row["operation_id"], row["decision"]) == (operation_id, "worse")
 
 
 def test_a_better_candidate_is_promoted_as_soon_as_the_aliases_can_be_moved(

@@ -117,6 +117,7 @@ def test_a_healthy_service_has_nothing_to_report() -> None:
             "error",
             "active drafter version can't be used: its sha256",
         ),
+        (changed(verdict_problem="v2 was found worse, but is still active: no space"), "error", "v2 was found worse, but"),
         (changed(web_config_problem="web.yml isn't YAML"), "warning", "keeps the last web config that it could use: web.yml"),
         (changed(drafter_problems={"previous": "no version"}), "warning", "previous drafter version can't be used"),
         (engine(nonfinite_rows=1234), "warning", "1,234 captured rows held NaN or infinity"),
