@@ -145,7 +145,7 @@ def add_changes(router: APIRouter, service: Service) -> None:
 
     @router.post("/v1/drafters:rollback", status_code=202, response_model=models.OperationView)
     def rollback(generation: Generation, actor: Actor, body: models.RollbackRequest | None = None, key: Key = None) -> Any:
-        """Go back to the previous version, or past it if it is damaged. End a canary or a running promotion instead."""
+        """Take the candidate or the version being promoted out, else the active one: go back to the previous whole version."""
         asked = body or models.RollbackRequest()
         if previous := service.drafters.alias("previous"):
             service.drafters.read_ahead(previous)
@@ -153,7 +153,14 @@ def add_changes(router: APIRouter, service: Service) -> None:
             generation,
             key,
             fingerprint("rollback", asked.model_dump()),
-            lambda: lifecycle.roll_back(reason=asked.reason, actor=actor, key=key, dry_run=asked.dry_run),
+            lambda: lifecycle.roll_back(
+                version=asked.version,
+                is_current=generation is not None,
+                reason=asked.reason,
+                actor=actor,
+                key=key,
+                dry_run=asked.dry_run,
+            ),
         )
 
     @router.post("/v1/engines/{engine_id}:verify", status_code=202, response_model=models.OperationView)

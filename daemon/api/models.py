@@ -37,6 +37,9 @@ class PromoteRequest(ReasonRequest):
 
 
 class RollbackRequest(ReasonRequest):
+    version: Label = ""
+    """The one that is to go; empty: the candidate, the one being promoted or else the active one. Needed within a minute after
+    another one went, unless If-Match is given."""
     dry_run: bool = False
 
 

@@ -86,15 +86,16 @@ def promote(
 
 def rollback(
     context: typer.Context,
+    version: Annotated[str, typer.Argument(help="Version that is to go; optional.", autocompletion=completion.versions)] = "",
     dry_run: DryRun = False,
     wait: Wait = True,
     reason: Reason = "",
     if_match: IfMatch = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Go back to the previous version."""
+    """Go back to the previous version, or take out a candidate or a version that is being promoted."""
     with connect(context) as client:
-        body = _given({"reason": reason or None, "dry_run": dry_run or None})
+        body = _given({"version": version or None, "reason": reason or None, "dry_run": dry_run or None})
         _finish(client, client.post("/v1/drafters:rollback", body, if_match=if_match), wait, as_json)
 
 

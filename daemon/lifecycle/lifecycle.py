@@ -36,6 +36,8 @@ log = structlog.get_logger("honed.lifecycle")
 
 CHALLENGE_PAIRS = 200
 """Pairs of windows in which a regressed version is compared with the previous one; then it is recalibrated."""
+GONE_S = 60.0
+"""So soon after a version was taken out, a roll-back has to name the next one: its caller may mean the one that went."""
 _RETRY_S = 30.0
 """Pause after a verdict that couldn't be carried out, since the aliases couldn't be moved."""
 
@@ -62,6 +64,8 @@ class Lifecycle:
         self._challenge_pause_s, self._monotonic = challenge_pause_s, monotonic
         self.rollbacks: Counter[str] = Counter()
         self._challenged_s = float("-inf")
+        self._gone, self._gone_s = "", float("-inf")
+        """The version that was taken out last, and when."""
         self._due_s = 0.0
         """Time of the next try of what is due."""
         self._promoting: Swap | None = None
@@ -122,34 +126,46 @@ class Lifecycle:
             self._operations.finish(operation, "succeeded", note="no engine is connected; they follow when they are")
         return operation
 
-    def roll_back(self, *, reason: str, actor: str, key: str | None = None, dry_run: bool = False) -> Operation:
-        """Go back to the previous version, else the floor, whichever is whole, or end a candidate's canary or a promotion.
+    def roll_back(
+        self,
+        *,
+        version: str = "",
+        is_current: bool = False,
+        reason: str,
+        actor: str,
+        key: str | None = None,
+        dry_run: bool = False,
+    ) -> Operation:
+        """Take a version out: the candidate on trial or the one being promoted, else the active one.
+
+        In place of the active one comes the previous version, else the floor, whichever is whole.
+
+        Args:
+            version: the one that is to go; "": the first of these.
+            is_current: whether the caller has seen the present state, so that no name is needed.
 
         Raises:
-            ConflictError: there is none of these, with the reasons.
+            ConflictError: the version isn't one of these, it isn't clear which one is meant, or there is none to go back to.
         """
-        trial = self._rollout.trial
-        if trial is not None and trial.kind == "canary":
-            new, old = trial.canary.new, trial.canary.old
-            if dry_run:
-                takers = [engine.engine_id for engine in self._eligible.swappable(old)]
-                return self._operations.planned("rollback", reason, actor, version=old, rolled_back=new, engines=takers)
-            operation = self._operations.create("rollback", "swapping", reason, actor, key, version=old, rolled_back=new)
-            self._journal.audit(actor, "rollback", new, reason, operation.operation_id)
-            self._canaries.withdraw(_rolled_back(actor, reason))
-            self._operations.finish(operation, "succeeded", note=f"{new} was on trial; {old} stays active")
-            return operation
         active = self._drafters.active
-        promotion = self._rollout.swapping
-        if promotion is not None and promotion.kind == "promote" and active:
+        trial, promotion = self._rollout.trial, self._rollout.swapping
+        candidate = trial.canary.new if trial is not None and trial.kind == "canary" else ""
+        new = candidate
+        if not new and active and promotion is not None and promotion.kind == "promote":
             new = promotion.detail["version"]
+        self._check_to_go(version, is_current, new, active)
+        if new and version in ("", new):
             if dry_run:
                 takers = [engine.engine_id for engine in self._eligible.swappable(active)]
                 return self._operations.planned("rollback", reason, actor, version=active, rolled_back=new, engines=takers)
             operation = self._operations.create("rollback", "swapping", reason, actor, key, version=active, rolled_back=new)
             self._journal.audit(actor, "rollback", new, reason, operation.operation_id)
-            self.end_promotion(_rolled_back(actor, reason))
-            self._operations.finish(operation, "succeeded", note=f"{new} was being promoted; {active} stays active")
+            if candidate:
+                self._canaries.withdraw(_rolled_back(actor, reason))
+            else:
+                self.end_promotion(_rolled_back(actor, reason))
+            state = "on trial" if candidate else "being promoted"
+            self._operations.finish(operation, "succeeded", note=f"{new} was {state}; {active} stays active")
             return operation
         target = self._way_back(active)
         running = self._rollout.swapping
@@ -163,9 +179,30 @@ class Lifecycle:
         with self._failing(operation):
             self._go_back(target)
         self._rollout.swapping = operation  # the engines are sent home once, below
-        self._canaries.withdraw(_rolled_back(actor, reason))
+        if candidate:
+            self._canaries.stop(f"{active} was rolled back by {actor}")
+        else:
+            self._canaries.withdraw(_rolled_back(actor, reason))
         self._went_back(operation, active, "operator")
         return operation
+
+    def _check_to_go(self, version: str, is_current: bool, new: str, active: str) -> None:
+        """Raise ConflictError if a roll-back would take out another version than its caller means, as far as that is known."""
+        if version and version not in (new, active):
+            there = f"{new} is new and {active} active" if new else f"{active or 'none'} is active"
+            raise ConflictError(
+                f"{version} can't be taken out: {there}",
+                cure="It may have gone already: `honed operations` and `honed drafters` show it.",
+            )
+        ago_s = self._monotonic() - self._gone_s
+        if not version and not is_current and ago_s < GONE_S:
+            raise ConflictError(
+                f"{self._gone} was taken out {ago_s:.0f} s ago, perhaps by somebody else, and {new or active} would go now",
+                cure=f"Name the version that is to go: `honed rollback {new or active}`.",
+            )
+
+    def _note_gone(self, version: str) -> None:
+        self._gone, self._gone_s = version, self._monotonic()
 
     def _way_back(self, active: str) -> str:
         """The previous version, else the floor, whichever is whole. Raises ConflictError if neither is, with the reasons."""
@@ -187,6 +224,7 @@ class Lifecycle:
 
     def _went_back(self, operation: Operation, old: str, cause: str) -> None:
         target = operation.detail["version"]
+        self._note_gone(old)
         self.rollbacks[cause] += 1
         self._journal.mark("rollback", f"{old} -> {target}: {operation.reason or cause}")
         self._send_home(target, operation)
@@ -196,6 +234,7 @@ class Lifecycle:
         operation, swap, active = self._rollout.swapping, self._promoting, self._drafters.active
         assert operation is not None
         self._rollout.swapping = self._promoting = None
+        self._note_gone(operation.detail["version"])
         if swap is not None:
             self._swaps.give_up(swap)
         self._operations.finish(operation, "cancelled", error=f"{text}; {active or 'no version'} stays active")
@@ -253,6 +292,7 @@ class Lifecycle:
         """Handle the engines' answers to an operator's promotion."""
         self._rollout.swapping = self._promoting = None
         if swaps.has_failed(swap):
+            self._note_gone(swap.version)
             # The next tick brings engines that took it back to `active`, which hasn't moved.
             self._operations.finish(operation, "failed", error=swaps.failure_text(swap), **swaps.figures(swap))
             self._journal.audit("honed", f"{operation.kind}.failed", swap.version, operation.error)
@@ -313,6 +353,8 @@ class Lifecycle:
                 return
             log.error("aliases were not moved after a canary", version=new, error=str(error))
             decision, text = "failed", f"{text}; the aliases were not moved: {error}"
+        if decision != "better":
+            self._note_gone(new)
         if decision in ("worse", "withdrawn"):
             self.rollbacks["canary" if decision == "worse" else "operator"] += 1
             self._journal.mark("rollback", f"{new} -> {old}: {text}")

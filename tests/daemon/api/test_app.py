@@ -179,7 +179,7 @@ def test_errors_are_problem_documents(
         ("recalibrations", {"workloads": ["a", 1]}, "workloads.1 must be a text", ""),
         ("recalibrations", b"{", "the body isn't JSON (", "It takes reason, engine_id"),
         ("drafters:rollback", {"reason": 5}, "reason must be a text", ""),
-        ("drafters:rollback", {"raison": "x"}, "raison is unknown; did you mean reason?", "It takes reason, dry_run."),
+        ("drafters:rollback", {"raison": "x"}, "raison is unknown; did you mean reason?", "It takes reason, version, dry_run."),
         ("drafters/x:promote", {"force": "yes"}, "force must be true or false", ""),
     ],
 )

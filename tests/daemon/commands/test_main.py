@@ -351,6 +351,13 @@ def test_a_change_against_an_older_generation_is_refused(run: Run, daemon: None)
     assert "honed drafters" in result.stderr
 
 
+def test_a_roll_back_of_a_version_that_is_not_active_is_refused(run: Run, daemon: None) -> None:
+    result = run("rollback", "v0002-0badcafe")
+    assert result.exit_code == 1
+    assert "v0002-0badcafe can't be taken out: none is active" in result.stderr
+    assert "honed operations" in result.stderr
+
+
 def test_calibrate_refuses_more_requests_than_are_captured_at_once(run: Run) -> None:
     """The rest would be completed, paid for and lost."""
     done = run("calibrate", "--url", "http://127.0.0.1:1", "--prompts", "p", "--concurrency", "64")
@@ -421,6 +428,14 @@ def test_only_what_trains_shows_how_far_training_is(run: Run, scripted: Any, kin
     assert result.exit_code == 0, result.output
     assert ("samples" in result.stderr) == shown
     assert "op-1: asking the engine" in result.stderr
+
+
+@pytest.mark.parametrize(("arguments", "body"), [(["v2"], {"version": "v2"}), ([], {})])
+def test_a_roll_back_may_name_the_version_that_is_to_go(run: Run, scripted: Any, arguments: list[str], body: Any) -> None:
+    views, seen = scripted
+    views.append(operation("succeeded", "done") | {"kind": "rollback"})
+    assert run("rollback", *arguments).exit_code == 0
+    assert seen[0]["body"] == body
 
 
 GATE = [{"workload": "b", "sessions": 9, "parent": 1.2, "candidate": 1.8, "gain_low": 1.4, "gain_high": 1.6, "passed": True}]

@@ -289,6 +289,30 @@ def test_an_operator_ends_it(stage: Stage, how: str) -> None:
         assert stage.service.lifecycle.rollbacks == {"operator": 1}
 
 
+@pytest.mark.parametrize("how", ["rollback", "cancel"])
+def test_two_who_take_a_candidate_out_at_once_leave_the_active_version(stage: Stage, how: str) -> None:
+    """The second one took the active version out: by then no candidate was on trial."""
+    active = stage.version(5.0)
+    stage.promote(active)
+    operation_id, new = candidate(stage, 1.0)
+    first = "/v1/drafters:rollback" if how == "rollback" else f"/v1/operations/{operation_id}:cancel"
+    assert stage.client.post(first, json={}).status_code == 202
+    for body in ({}, {"version": new}):
+        assert stage.client.post("/v1/drafters:rollback", json=body).status_code == 409
+    assert stage.aliases()["active"] == active
+
+
+def test_the_active_version_can_be_named_while_a_candidate_is_on_trial(stage: Stage) -> None:
+    active = stage.version(5.0)
+    stage.promote(active)
+    operation_id, new = candidate(stage, 1.0)
+    back = stage.client.post("/v1/drafters:rollback", json={"version": active})
+    assert stage.finish(back.json()["operation_id"])["state"] == "succeeded"
+    assert stage.aliases() | {"floor": None} == {"active": stage.first, "candidate": None, "previous": None, "floor": None}
+    assert f"{active} was rolled back by" in stage.wait_state(operation_id, "cancelled")["error"]
+    assert not stage.service.canaries.why_failed(new), "it may be tried again"
+
+
 def test_a_promoted_version_is_watched_and_goes_when_the_previous_one_is_better(stage: Stage) -> None:
     new = stage.version(1.0)
     stage.engine.acceptance = {stage.first: 0.7, new: 0.4}

@@ -25,6 +25,7 @@ from honed.daemon.api.app import make_app
 from honed.daemon.control import warm_start
 from honed.daemon.errors import ConflictError, StoreError
 from honed.daemon.ingest.engines import SEEN_EVERY_S
+from honed.daemon.lifecycle.lifecycle import GONE_S
 from honed.daemon.lifecycle.old_versions import AWAY_S
 from honed.daemon.lifecycle.recalibrations import MAX_RESTARTS
 from honed.daemon.lifecycle.swaps import LOST_S, TIMEOUT_S, Swap
@@ -594,6 +595,36 @@ def test_promote_and_roll_back(stage: Stage) -> None:
     assert stage.service.store.drain(10)
     actions = [row["action"] for row in stage.client.get("/v1/audit").json()]
     assert actions[::-1] == ["promote", "promote.swapped", "rollback"]
+
+
+def test_two_who_roll_back_at_once_take_one_version_out(stage: Stage) -> None:
+    """The second one went behind the good version, which the first one had gone back to."""
+    path, good, bad = "/v1/drafters:rollback", stage.version(1.0), stage.version(2.0)
+    for version in (good, bad):
+        stage.promote(version)
+    one = stage.client.post(path, json={}, headers={"Idempotency-Key": "one"}).json()["operation_id"]
+    stage.engine.answer_swap()
+    stage.wait_state(one, "succeeded")
+    for dry_run in (False, True):
+        refused = stage.client.post(path, json={"dry_run": dry_run})
+        assert refused.status_code == 409
+        assert refused.json()["detail"].startswith(f"{bad} was taken out ")
+        assert refused.json()["detail"].endswith(f" s ago, perhaps by somebody else, and {good} would go now")
+        assert refused.json()["cure"] == f"Name the version that is to go: `honed rollback {good}`."
+    again = stage.client.post(path, json={}, headers={"Idempotency-Key": "one"})
+    assert (again.status_code, again.json()["operation_id"]) == (202, one)
+    gone = stage.client.post(path, json={"version": bad})
+    assert gone.status_code == 409
+    assert gone.json()["detail"] == f"{bad} can't be taken out: {good} is active"
+    assert stage.aliases()["active"] == good
+    seen = {"If-Match": str(stage.client.get("/v1/drafters").json()["generation"])}
+    for body, headers in (({"version": good}, {}), ({}, seen)):
+        planned = stage.client.post(path, json={**body, "dry_run": True}, headers=headers)
+        assert (planned.status_code, planned.json()["detail"]["rolled_back"]) == (202, good)
+    with stage.service.lock:
+        stage.service.lifecycle._gone_s -= GONE_S
+    assert stage.client.post(path, json={}).status_code == 202
+    assert stage.aliases()["active"] == stage.first
 
 
 def test_an_engine_lost_in_the_swap_is_asked_again_when_it_comes_back(stage: Stage) -> None:
