@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from honed.attach.trees.grow import NUM_CANDIDATES
-from honed.kernels.trees.reference import MAX_CANDIDATES, MAX_DEPTHS, usable
+from honed.kernels.trees.reference import MAX_CANDIDATES, MAX_DEPTHS, NUM_CANDIDATES, usable
 from honed.kernels.trees.top_candidates import top_candidates
 from honed.kernels.trees.warm_up import Run, build_run, candidate_runs
 

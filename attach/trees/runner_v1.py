@@ -29,13 +29,13 @@ import torch
 
 from honed.attach.trees.draws import draw
 from honed.attach.trees.eligible import needs_chain
-from honed.attach.trees.grow import GROWS, MOST_FAILURES, NUM_CANDIDATES, grow
+from honed.attach.trees.grow import GROWS, MOST_FAILURES, grow
 from honed.attach.trees.telling import Told, tell, tell_later, to_host
 from honed.attach.trees.tree_layers import TreeLayers, target_layers
 from honed.attach.trees.tree_step import TreeStep, on_device, tree_step
 from honed.attach.trees.walk import Walk, order_of_rows, walk
 from honed.attach.trees.warm_up import WarmUp
-from honed.kernels.trees.reference import MAX_DEPTHS, DraftTrees
+from honed.kernels.trees.reference import MAX_DEPTHS, NUM_CANDIDATES, DraftTrees
 from honed.kernels.trees.warm_up import Run, build_run, candidate_runs
 from honed.kernels.verify.walk_tree import compile_walk
 

@@ -41,7 +41,7 @@ if triton is not None:
             tl.where(is_first, place, other_place),
         )
 
-    @triton.jit
+    @triton.jit  # type: ignore[untyped-decorator]
     def _log_prob(p_table, depth, row, rank, D: tl.constexpr, P: tl.constexpr, M: tl.constexpr):  # type: ignore[no-untyped-def]
         """Log-probability of the candidate `rank` below a node of this depth and row; −inf if there is none."""
         at = (depth * P + row) * M + rank

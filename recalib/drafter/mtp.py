@@ -77,7 +77,8 @@ class SparseMLP(nn.Module):
             shares = shares / shares.sum(-1, keepdim=True)
         shared: Tensor = torch.sigmoid(self.shared_expert_gate(rows)) * self.shared_expert(rows)
         routed = (self._experts_of(rows, chosen) * shares[:, :, None]).sum(1)
-        return (shared + routed.to(shared.dtype)).view(x.shape)
+        summed: Tensor = (shared + routed.to(shared.dtype)).view(x.shape)
+        return summed
 
     def _experts_of(self, rows: Tensor, chosen: Tensor) -> Tensor:  # [N, H], [N, top_k] -> [N, top_k, H]
         """Apply its experts to each row, sorted by expert: the device is waited for once."""

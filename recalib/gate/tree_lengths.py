@@ -21,9 +21,10 @@ from honed.recalib.gate.gate import TREE_SIZES
 
 def grow_trees(found: Candidates) -> DraftTrees:
     """Grow each anchor's tree of the largest size."""
-    log_probs, ids, places = (None if part is None else part[:, :MAX_DEPTHS] for part in found)
-    most = TREE_SIZES[-1]
-    return tree_build(log_probs, ids, torch.full((len(ids),), most, device=ids.device), most, candidates=places)
+    most, ids = TREE_SIZES[-1], found.ids[:, :MAX_DEPTHS]
+    budgets = torch.full((len(ids),), most, device=ids.device)
+    places = None if found.places is None else found.places[:, :MAX_DEPTHS]
+    return tree_build(found.log_probs[:, :MAX_DEPTHS], ids, budgets, most, candidates=places)
 
 
 def accepted_by_size(trees: DraftTrees, labels: Tensor, has_label: Tensor) -> Tensor:  # 2 x [N, K] -> [N, S]

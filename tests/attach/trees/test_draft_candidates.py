@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from honed.attach.trees.draft_candidates import DraftCandidates
-from honed.attach.trees.grow import NUM_CANDIDATES
+from honed.kernels.trees.reference import NUM_CANDIDATES
 
 REQUESTS, STEPS, WORDS = 3, 20, 50
 
