@@ -22,7 +22,7 @@ class HonedError(Exception):
 
 
 class SettingsError(HonedError, ValueError):
-    """A setting that doesn't exist, doesn't parse or isn't allowed."""
+    """A setting that doesn't exist, doesn't parse, isn't allowed, or names what can't be used."""
 
 
 class StartError(HonedError, RuntimeError):

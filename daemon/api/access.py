@@ -7,72 +7,23 @@ refuses unauthenticated requests and tokens without the right (403). `Actor` is 
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import os
 import pwd
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPBearer
 from fastapi.security.http import HTTPAuthorizationCredentials
 
 from honed.daemon.api.limits import ROLE, App, Receive, Scope, Send, answer
-from honed.daemon.errors import ForbiddenError, StartError, UnauthorizedError
+from honed.daemon.errors import ForbiddenError, UnauthorizedError
+from honed.daemon.settings.tokens import Role, Tokens
 
-Role = Literal["read", "admin"]
 USER_ID = "honed.user_id"
 """Key of a connection's state: user of the unix socket's peer process."""
-CREDENTIALS: dict[Role, str] = {"read": "honed-read-token", "admin": "honed-admin-token"}
-"""Files in $CREDENTIALS_DIRECTORY, written by systemd's LoadCredential."""
-MIN_LENGTH = 32
 CHALLENGE = 'Bearer realm="honed"'
-_TOKEN = re.compile(r"[\x21-\x7e]+")
 
 bearer = HTTPBearer(auto_error=False, description="Over TCP only: the read or the admin token.")
-
-
-@dataclass(frozen=True, repr=False)
-class Tokens:
-    """SHA-256 of the two secrets: comparing digests takes the same time for every guess."""
-
-    by_role: Mapping[Role, bytes]
-
-    def role_of(self, authorization: bytes) -> Role | None:
-        """Role for the header `Authorization: Bearer …`. Always compares both tokens."""
-        scheme, _, token = authorization.partition(b" ")
-        digest = hashlib.sha256(token.strip()).digest()
-        found: Role | None = None
-        for role in ("read", "admin"):
-            if hmac.compare_digest(digest, self.by_role.get(role, b"")):
-                found = role
-        return found if scheme.lower() == b"bearer" and token else None
-
-
-def load_tokens(read_file: Path | None, admin_file: Path | None, env: Mapping[str, str] = os.environ) -> Tokens:
-    """The tokens from the settings' files, else from systemd's credentials. The read token may be missing.
-
-    Raises:
-        StartError: admin token missing, unreadable or too weak; names the place and the cure.
-    """
-    given: dict[Role, Path | None] = {"read": read_file, "admin": admin_file}
-    found: dict[Role, bytes] = {}
-    for role, path in given.items():
-        secret = _read(role, path, env)
-        if secret:
-            found[role] = hashlib.sha256(secret.encode()).digest()
-    if "admin" not in found:
-        raise StartError(
-            "http.admin_listen needs an admin token: put one into /etc/credstore/honed-admin-token (`openssl rand -hex 32`), "
-            "or name its file with http.admin_token_file"
-        )
-    if found.get("read") == found["admin"]:
-        raise StartError("the read token and the admin token are the same: every reader could change everything")
-    return Tokens(found)
 
 
 class Authenticate:
@@ -132,23 +83,3 @@ def actor_of(request: Request) -> str:
 
 
 Actor = Annotated[str, Depends(actor_of)]
-
-
-def _read(role: Role, path: Path | None, env: Mapping[str, str]) -> str:
-    """A secret; "" if none is set."""
-    folder = env.get("CREDENTIALS_DIRECTORY", "")
-    place = path or (Path(folder) / CREDENTIALS[role] if folder else None)
-    if place is None:
-        return ""
-    try:
-        secret = place.read_text().strip()
-    except FileNotFoundError as error:
-        if path is None:
-            return ""
-        raise StartError(f"the {role} token's file {place} doesn't exist") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise StartError(f"the {role} token's file {place} can't be read: {error}") from error
-    if len(secret) < MIN_LENGTH or not _TOKEN.fullmatch(secret):
-        make = f"make one with `openssl rand -hex 32 > {place}`"
-        raise StartError(f"the {role} token in {place} must be one line of {MIN_LENGTH} or more printable characters; {make}")
-    return secret

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Response
 from fastapi.responses import PlainTextResponse
 
 from honed.daemon.api import models
-from honed.daemon.api.access import Authenticate, Tokens, needs
+from honed.daemon.api.access import Authenticate, needs
 from honed.daemon.api.changes import Name, add_changes
 from honed.daemon.api.follow import add_follow
 from honed.daemon.api.limits import LOCAL_HOSTS, Limits, TokenBucket
@@ -25,6 +25,7 @@ from honed.daemon.metrics.render import CONTENT_TYPE, Scrapes
 from honed.daemon.page.page import add_page
 from honed.daemon.service import Service
 from honed.daemon.settings.listen import check_address
+from honed.daemon.settings.tokens import Tokens
 from honed.daemon.settings.web_config import WebConfigFile
 from honed.daemon.store import canary_tables
 from honed.daemon.views import views

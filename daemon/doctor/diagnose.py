@@ -23,6 +23,7 @@ from honed.daemon.doctor import daemon as doctor_daemon
 from honed.daemon.doctor import disk as doctor_disk
 from honed.daemon.doctor import host as doctor_host
 from honed.daemon.doctor import memory as doctor_memory
+from honed.daemon.doctor import start as doctor_start
 from honed.daemon.doctor import vllm as doctor_vllm
 from honed.daemon.doctor import vllm_processes
 from honed.daemon.doctor.check import Check
@@ -75,6 +76,7 @@ def diagnose(asked: Asked, connection: Connection) -> list[Check]:
         return [*checks, wrong, *_command(asked.command)]
     read_from = f"{config} and {ENVIRONMENT}" if env is not None and ENVIRONMENT.is_file() else config
     checks.append(Check("settings", "ok", f"read from {read_from or 'the environment and defaults'}"))
+    checks += doctor_start.check_start(settings, is_service=env is not None)
     if connection.socket is None and not connection.url:
         connection = replace(connection, socket=settings.paths.admin_socket)
     open_client = connection.open

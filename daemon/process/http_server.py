@@ -16,15 +16,16 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from honed.daemon.api.access import USER_ID, load_tokens
+from honed.daemon.api.access import USER_ID
 from honed.daemon.api.app import make_app, make_read_only_app
-from honed.daemon.errors import StartError
+from honed.daemon.errors import HonedError, SettingsError, StartError
 from honed.daemon.ingest.router import bind_unix, most_connections
 from honed.daemon.service import Service
 from honed.daemon.settings import listen
 from honed.daemon.settings.listen import LOOPBACK_ONLY, check_address
 from honed.daemon.settings.settings import Settings
-from honed.daemon.settings.web_config import WebConfigFile
+from honed.daemon.settings.tokens import credential_folders, load_tokens
+from honed.daemon.settings.web_config import web_config_of
 
 log = structlog.get_logger("honed.http")
 
@@ -127,31 +128,25 @@ class HttpServer:
         self._running: list[tuple[uvicorn.Server, threading.Thread]] = []
 
     def bind(self) -> None:
-        """Bind the addresses before anything starts. Raises StartError."""
+        """Bind the addresses before anything starts. Raises SettingsError or StartError."""
         http, path = self._settings.http, self._settings.paths.admin_socket
         try:
             self._sockets.append(("admin-socket", bind_unix(path), configured(make_app(self._service))))
             if http.metrics_listen:
                 self._bind_metrics()
             if http.admin_listen:
-                tokens = load_tokens(http.read_token_file, http.admin_token_file)
+                tokens = load_tokens(http.read_token_file, http.admin_token_file, credential_folders())
                 listener = bind_tcp(http.admin_listen, "http.admin_listen")
                 self._sockets.append(("admin-tcp", listener, configured(make_app(self._service, tokens))))
-        except StartError:
+        except HonedError:
             self.stop()
             raise
 
     def _bind_metrics(self) -> None:
         http, setting = self._settings.http, "http.metrics_listen"
-        file = WebConfigFile(http.metrics_web_config) if http.metrics_web_config is not None else None
+        file = web_config_of(http)
         listener = bind_tcp(http.metrics_listen, setting, is_remote=http.is_metrics_remote)
         is_remote = isinstance(listener, RemoteListener)
-        if is_remote and not http.metrics_plaintext and (file is None or file.context is None):
-            listener.close()
-            raise StartError(
-                f"{http.metrics_web_config} has no tls_server_config, so all would be readable on the network: add it, or set "
-                "http.metrics_plaintext = true"
-            )
         app = make_read_only_app(self._service, file, is_remote=is_remote)
         config = configured(app, loop="asyncio" if is_remote else "auto")
         if file is not None:
@@ -211,12 +206,13 @@ def bind_tcp(address: str, setting: str = "http.metrics_listen", *, is_remote: b
         is_remote: whether it may be another address than loopback.
 
     Raises:
-        StartError: the port is in use, or the address isn't allowed.
+        SettingsError: the address or its port isn't allowed.
+        StartError: the port is in use, or no interface has the address.
     """
     try:
         host, number = check_address(address, why_only_loopback="" if is_remote else LOOPBACK_ONLY)
     except ValueError as error:
-        raise StartError(f"{setting} {address!r} {error}") from error
+        raise SettingsError(f"{setting} {address!r} {error}") from error
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     kind = socket.socket if listen.is_loopback(host) else RemoteListener
     listener = kind(family, socket.SOCK_STREAM)
@@ -226,6 +222,7 @@ def bind_tcp(address: str, setting: str = "http.metrics_listen", *, is_remote: b
         listener.listen(128)
     except OSError as error:
         listener.close()
-        why = f'{error.strerror}; set another address, or "" for none'
-        raise StartError(f"{setting} {address}: {why}") from error
+        text = f'{setting} {address}: {error.strerror}; set another address, or "" for none'
+        refusal = SettingsError if isinstance(error, PermissionError) else StartError  # ports below 1024 are root's
+        raise refusal(text) from error
     return listener

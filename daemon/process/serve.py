@@ -33,6 +33,7 @@ from honed.daemon.process.supervise import supervise
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings, load
 from honed.recalib.registry.access import OWN_FOLDER
+from honed.recalib.registry.shared import UrlError
 
 log = structlog.get_logger("honed.serve")
 
@@ -94,7 +95,7 @@ def collect_seldom() -> None:
 
 
 def start(settings: Settings, stack: ExitStack) -> Service:
-    """Start everything; `stack` stops it in the opposite order. Raises StartError."""
+    """Start everything; `stack` stops it in the opposite order. Raises SettingsError or StartError."""
     return start_all(settings, stack)[0]
 
 
@@ -108,6 +109,8 @@ def start_all(settings: Settings, stack: ExitStack, log_stream: LogStream | None
         stack.enter_context(locked(folder / "lock"))
     try:
         service = Service(settings, daemon_id=secrets.token_hex(8), log_stream=log_stream)
+    except UrlError as error:
+        raise SettingsError(str(error)) from error
     except (OSError, ValueError) as error:
         raise StartError(str(error)) from error
     stack.callback(service.stop)

@@ -213,6 +213,16 @@ class HttpSettings(Section):
                 raise ValueError(f"metrics_listen = {self.metrics_listen!r} {error}") from error
         return self
 
+    @model_validator(mode="after")
+    def _has_two_addresses(self) -> Self:
+        """Refuse one address for both listeners: only the first could be bound."""
+        if self.metrics_listen and self.admin_listen:
+            host, port = check_address(self.metrics_listen, why_only_loopback="")
+            admin_host, admin_port = check_address(self.admin_listen)
+            if port == admin_port != 0 and host in (admin_host, "0.0.0.0", "::"):
+                raise ValueError(f"metrics_listen and admin_listen both take port {port} of {admin_host}: change one")
+        return self
+
     @property
     def is_metrics_remote(self) -> bool:
         """Whether `metrics_listen` may be another address than loopback."""

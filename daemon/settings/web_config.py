@@ -20,8 +20,10 @@ import structlog
 import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
-from honed.daemon.errors import StartError
+from honed.daemon.errors import SettingsError
+from honed.daemon.settings import listen
 from honed.daemon.settings.plain_errors import sentence
+from honed.daemon.settings.sections import HttpSettings
 
 log = structlog.get_logger("honed.http")
 
@@ -98,7 +100,7 @@ class WebConfigFile:
         path: the file.
 
     Raises:
-        StartError: it, or what it names, can't be read, or says something unknown.
+        SettingsError: it, or what it names, can't be read, or says something unknown.
     """
 
     def __init__(self, path: Path) -> None:
@@ -120,8 +122,8 @@ class WebConfigFile:
         try:
             config, context = _load(self._path)
             if change := _needs_a_restart(self.config, config):
-                raise StartError(f"the web config {self._path} {change}: restart honed for that")
-        except StartError as error:
+                raise SettingsError(f"the web config {self._path} {change}: restart honed for that")
+        except SettingsError as error:
             self._failed, self.fault = stamp, str(error)
             log.warning("the changed web config can't be used, so the last one holds", error=str(error))
         else:
@@ -150,6 +152,24 @@ class WebConfigFile:
         return tuple(_stamp_of(file) for file in files)
 
 
+def web_config_of(http: HttpSettings) -> WebConfigFile | None:
+    """The file of `http.metrics_web_config`; None if none is named.
+
+    Raises:
+        SettingsError: it can't be used, or leaves an address that other hosts reach without TLS.
+    """
+    if http.metrics_web_config is None:
+        return None
+    file = WebConfigFile(http.metrics_web_config)
+    host, _ = listen.check_address(http.metrics_listen, why_only_loopback="")
+    if file.context is None and not http.metrics_plaintext and not listen.is_loopback(host):
+        raise SettingsError(
+            f"{http.metrics_web_config} has no tls_server_config, so all would be readable on the network: add it, or set "
+            "http.metrics_plaintext = true"
+        )
+    return file
+
+
 def _needs_a_restart(before: WebConfig, after: WebConfig) -> str:
     """What a changed file asks for that takes a restart, as the end of a sentence; empty if nothing does."""
     old, new = before.tls_server_config, after.tls_server_config
@@ -168,17 +188,17 @@ def _load(path: Path) -> tuple[WebConfig, ssl.SSLContext | None]:
     try:
         found = WebConfig.model_validate(yaml.safe_load(path.read_text()) or {})
     except OSError as error:
-        raise StartError(f"{where} can't be read: {error.strerror}") from error
+        raise SettingsError(f"{where} can't be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise StartError(f"{where} isn't YAML: {error}") from error
+        raise SettingsError(f"{where} isn't YAML: {' '.join(str(error).split())}") from error
     except ValidationError as error:
-        raise StartError(f"{where}: {'; '.join(map(_fault, error.errors()))}") from error
+        raise SettingsError(f"{where}: {'; '.join(map(_fault, error.errors()))}") from error
     if found.tls_server_config is None:
         return found, None
     try:
         return found, found.tls_server_config.context(path.parent)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise StartError(f"{where}: the certificate, its key or the clients' authority can't be used: {error}") from error
+        raise SettingsError(f"{where}: the certificate, its key or the clients' authority can't be used: {error}") from error
 
 
 def _fault(error: Mapping[str, Any]) -> str:

@@ -99,6 +99,30 @@ def without_credentials(text: str) -> str:
     return _CREDENTIALS.sub("//", text)
 
 
+class UrlError(RegistryError):
+    """A URL that is wrong, or needs what isn't installed. It stays so until somebody corrects that."""
+
+
+def open_url(url: str) -> tuple[Any, str]:
+    """The file system for a URL's protocol, and the path in it. Most reach nothing yet.
+
+    Raises:
+        UrlError: there is none, or it isn't installed.
+        RegistryError: it can't be reached, where that shows already.
+    """
+    try:
+        import fsspec
+    except ImportError as error:
+        shown = without_credentials(url)
+        raise UrlError(f"registry.url = {shown!r} needs fsspec: pip install '/path/to/honed[shared]'") from error
+    try:
+        made: tuple[Any, str] = fsspec.core.url_to_fs(url, **_OPTIONS.get(url.partition(":")[0], {}))
+    except Exception as error:  # what its file system raises, such as "Install s3fs to access S3" and "Protocol not known: …"
+        kind = UrlError if isinstance(error, ImportError | TypeError | ValueError) else RegistryError
+        raise kind(without_credentials(f"registry.url = {url!r} can't be used: {error}")) from error
+    return made
+
+
 class SharedRegistry:
     """Versions under one URL, and transfers between there and this host's registry."""
 
@@ -112,20 +136,13 @@ class SharedRegistry:
         """Find the file system for the URL's protocol; nothing is read yet.
 
         Raises:
-            RegistryError: there is none, or fsspec isn't installed.
+            RegistryError: as `open_url`.
         """
         self.url, self._registry, self._monotonic, self._clock = url, registry, monotonic, clock
-        try:
-            import fsspec
-            import fsspec.implementations.local
-        except ImportError as error:
-            shown = without_credentials(url)
-            raise RegistryError(f"registry.url = {shown!r} needs fsspec: pip install '/path/to/honed[shared]'") from error
-        try:
-            self._fs, self._root = fsspec.core.url_to_fs(url, **_OPTIONS.get(url.partition(":")[0], {}))
-        except Exception as error:  # "Install s3fs to access S3", "Protocol not known: …", or what its file system raises
-            raise RegistryError(without_credentials(f"registry.url = {url!r} can't be used: {error}")) from error
-        self._is_mounted = isinstance(self._fs, fsspec.implementations.local.LocalFileSystem)
+        self._fs, self._root = open_url(url)
+        from fsspec.implementations.local import LocalFileSystem
+
+        self._is_mounted = isinstance(self._fs, LocalFileSystem)
         self._versions = f"{self._root.rstrip('/')}/versions"
         self._evidence = f"{self._root.rstrip('/')}/evidence"
         self._known: dict[str, Manifest] = {}

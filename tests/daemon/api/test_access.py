@@ -10,11 +10,12 @@ import pytest
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.testclient import TestClient
 
-from honed.daemon.api.access import USER_ID, Tokens, actor_of, load_tokens, needs
+from honed.daemon.api.access import USER_ID, actor_of, needs
 from honed.daemon.api.app import make_app
 from honed.daemon.api.problems import finish
-from honed.daemon.errors import StartError
+from honed.daemon.errors import SettingsError
 from honed.daemon.service import Service
+from honed.daemon.settings.tokens import Tokens, credential_folders, load_tokens
 
 READ, ADMIN = "r" * 32, "a" * 64
 
@@ -23,7 +24,7 @@ READ, ADMIN = "r" * 32, "a" * 64
 def tokens(tmp_path: Path) -> Tokens:
     (tmp_path / "honed-read-token").write_text(f"{READ}\n")
     (tmp_path / "honed-admin-token").write_text(ADMIN)
-    return load_tokens(None, None, {"CREDENTIALS_DIRECTORY": str(tmp_path)})
+    return load_tokens(None, None, credential_folders({"CREDENTIALS_DIRECTORY": str(tmp_path)}))
 
 
 @pytest.fixture
@@ -149,7 +150,7 @@ def test_the_document_says_which_operations_need_a_token(service: Service) -> No
 
 def test_files_go_before_credentials_and_the_read_token_may_be_missing(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text(ADMIN)
-    made = load_tokens(None, tmp_path / "mine", {})
+    made = load_tokens(None, tmp_path / "mine", [])
     assert made.role_of(f"Bearer {ADMIN}".encode()) == "admin"
     assert made.role_of(f"bearer  {ADMIN}".encode()) == "admin"
     assert made.role_of(f"Bearer {READ}".encode()) is None
@@ -172,15 +173,15 @@ def test_tokens_that_protect_nothing_are_refused(tmp_path: Path, read: str | Non
     for name, secret in (("honed-read-token", read), ("honed-admin-token", admin)):
         if secret is not None:
             (tmp_path / name).write_text(secret)
-    with pytest.raises(StartError, match=says):
-        load_tokens(None, None, {"CREDENTIALS_DIRECTORY": str(tmp_path)})
+    with pytest.raises(SettingsError, match=says):
+        load_tokens(None, None, credential_folders({"CREDENTIALS_DIRECTORY": str(tmp_path)}))
 
 
 def test_a_token_file_that_was_named_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match="doesn't exist"):
-        load_tokens(None, tmp_path / "gone", {})
-    with pytest.raises(StartError, match="can't be read"):
-        load_tokens(tmp_path, None, {})
+    with pytest.raises(SettingsError, match="doesn't exist"):
+        load_tokens(None, tmp_path / "gone", [])
+    with pytest.raises(SettingsError, match="can't be read"):
+        load_tokens(tmp_path, None, [])
 
 
 def test_who_may_only_read_uses_up_nothing_of_what_the_admin_may_change(client: TestClient, service: Service) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -28,6 +29,7 @@ from honed.daemon.doctor import daemon as doctor_daemon
 from honed.daemon.doctor import diagnose, service_environment
 from honed.daemon.doctor import host as doctor_host
 from honed.daemon.doctor import memory as doctor_memory
+from honed.daemon.doctor import start as doctor_start
 from honed.daemon.doctor.check import ORDER, Check, exit_code, worst_first
 from honed.daemon.process.serve import start
 from honed.daemon.settings.sections import HttpSettings
@@ -372,7 +374,8 @@ def test_metrics_and_prometheus() -> None:
         return doctor_daemon.check_metrics(HttpSettings(metrics_listen=address, **changes), fetch)
 
     assert only(check("0.0.0.0:9464", lambda url: (200, f"honed_build_info {url}"), metrics_plaintext=True)).level == "ok"
-    assert "can't be read" in only(check("0.0.0.0:9464", fetch(0, ""), metrics_web_config=Path("/none.yml"))).text
+    protected = only(check("0.0.0.0:9464", fetch(0, ""), metrics_web_config=Path("/none.yml")))
+    assert (protected.level, "https://HOST:9464/metrics" in protected.cure) == ("unknown", True)
     assert only(check("127.0.0.1:9464", fetch(200, "honed_build_info{} 1"))).level == "ok"
     assert "isn't honed's" in only(check("127.0.0.1:9464", fetch(200, "go_info 1"))).text
     assert "answers 404" in only(check("127.0.0.1:9464", fetch(404, ""))).text
@@ -411,6 +414,46 @@ def test_without_a_daemon_it_says_so_once_and_ends_with_1(paths: dict[str, Path]
     result = run("--json")
     assert result.exit_code == 1
     assert set(of(result, "error")) == {"admin socket", "engine socket"}
+
+
+@pytest.mark.fault("wrong settings that restart for ever")
+def test_what_a_start_would_refuse_is_said_though_no_daemon_answers(
+    paths: dict[str, Path], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "web.yml").write_text("tls_config: {}")
+    monkeypatch.setenv("HONED_HTTP__METRICS_WEB_CONFIG", str(folder / "web.yml"))
+    monkeypatch.setenv("HONED_HTTP__ADMIN_LISTEN", "127.0.0.1:9465")
+    monkeypatch.setenv("HONED_REGISTRY__URL", "nope://key:se/cret@bucket")
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY", raising=False)
+    result = run("--json")
+    found = of(result, "error")
+    assert "tls_config is unknown" in found["web config"]
+    assert "needs an admin token" in found["tokens"]
+    assert "Protocol not known: nope" in found["shared registry"]
+    assert "cret" not in result.stdout
+    (folder / "web.yml").write_text("{}")
+    (folder / "token").write_text("a" * 32)
+    monkeypatch.setenv("HONED_HTTP__ADMIN_TOKEN_FILE", str(folder / "token"))
+    monkeypatch.setenv("HONED_REGISTRY__URL", "memory://x")
+    assert {"web config", "tokens", "shared registry"} <= set(of(run("--json"), "ok"))
+
+
+@pytest.mark.fault("wrong settings that restart for ever")
+def test_the_services_tokens_are_where_systemd_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load(None, {"http": {"metrics_listen": "", "admin_listen": "127.0.0.1:9465"}}, {})
+    monkeypatch.setattr(doctor_start, "CREDENTIALS", (tmp_path / "gone", tmp_path))
+    assert levels(doctor_start.check_start(settings, is_service=True)) == ["error"]
+    (tmp_path / "honed-admin-token").write_text("a" * 32)
+    assert levels(doctor_start.check_start(settings, is_service=True)) == ["ok"]
+    monkeypatch.delenv("CREDENTIALS_DIRECTORY", raising=False)
+    assert levels(doctor_start.check_start(settings, is_service=False)) == ["error"], "they aren't this user's"
+
+    def refuse(path: Path) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    found = only(doctor_start.check_start(settings, is_service=True))
+    assert (found.level, found.cure) == ("unknown", "Run `sudo honed doctor`.")
 
 
 def test_beside_a_sound_daemon_there_are_only_warnings(paths: dict[str, Path]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from honed.daemon.errors import StartError
+from honed.daemon.errors import SettingsError, StartError
 from honed.daemon.process import serve
 from honed.daemon.process.http_server import bind_tcp
 from honed.daemon.process.serve import locked, make_engines_folder, make_folder
@@ -145,6 +145,9 @@ def test_an_unknown_setting_is_named(daemon: DaemonProcess) -> None:
         ("HONED_HTTP__METRICS_LISTEN", "isn't a loopback address", 78),
         ("HONED_LOG_LEVEL", "use one of debug", 78),
         ("HONED_TRAINER__DEVICE", "use auto, cpu, cuda, or cuda:N", 78),
+        ("HONED_HTTP__METRICS_WEB_CONFIG", "web.yml isn't YAML", 78),
+        ("HONED_HTTP__ADMIN_LISTEN", "needs an admin token", 78),
+        ("HONED_REGISTRY__URL", "'s3://bucket/honed' can't be used: Install s3fs", 78),
     ],
 )
 @pytest.mark.fault("wrong settings that restart for ever")
@@ -156,7 +159,14 @@ def test_what_cannot_work_is_said(daemon: DaemonProcess, folder: Path, name: str
         "HONED_HTTP__METRICS_LISTEN": "0.0.0.0:9464",
         "HONED_LOG_LEVEL": "loud",
         "HONED_TRAINER__DEVICE": "cdua",
+        "HONED_HTTP__METRICS_WEB_CONFIG": str(folder / "web.yml"),
+        "HONED_HTTP__ADMIN_LISTEN": "127.0.0.1:0",
+        "HONED_REGISTRY__URL": "s3://bucket/honed",
     }
+    (folder / "web.yml").write_text("tls_server_config: [")
+    (folder / "s3fs.py").write_text("raise ImportError('as if it were not installed')")
+    daemon.env |= {"PYTHONPATH": f"{folder}:{daemon.env.get('PYTHONPATH', '')}", "HONED_HTTP__METRICS_LISTEN": "127.0.0.1:0"}
+    daemon.env.pop("CREDENTIALS_DIRECTORY", None)
     daemon.env[name] = values[name]
     assert says in refused(daemon, code)
 
@@ -354,14 +364,27 @@ def test_the_daemon_does_its_sums_on_one_core(daemon: DaemonProcess) -> None:
 
 def test_only_loopback_is_listened_on() -> None:
     for address in ("0.0.0.0:0", "[::]:0", "192.0.2.1:80"):
-        with pytest.raises(StartError, match="loopback"):
+        with pytest.raises(SettingsError, match="loopback"):
             bind_tcp(address)
     for address in ("9464", "host:1", "127.0.0.1:x"):
-        with pytest.raises(StartError, match="host:port"):
+        with pytest.raises(SettingsError, match="host:port"):
             bind_tcp(address)
-    with pytest.raises(StartError):
+    with pytest.raises(SettingsError):
         bind_tcp("127.0.0.1:99999")
     bind_tcp("localhost:0").close()
+
+
+@pytest.mark.fault("wrong settings that restart for ever")
+@pytest.mark.parametrize(("number", "kind"), [(errno.EACCES, SettingsError), (errno.EADDRNOTAVAIL, StartError)])
+def test_a_port_that_is_roots_stays_so_and_an_address_may_still_come(
+    number: int, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(listener: socket.socket, address: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with pytest.raises(kind, match=os.strerror(number)):
+        bind_tcp("127.0.0.1:80")
 
 
 def test_a_folder_that_others_may_have_made_first_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,10 @@ def test_captured_lengths_that_leave_one_to_choose_or_do_not_matter_are_taken(co
         ({"env": {"HONED_HTTP__METRICS_LISTEN": "127.0.0.1:99999"}}, "has port 99999; a port is from 0 to 65535"),
         ({"env": {"HONED_HTTP__METRICS_LISTEN": "0.0.0.0:9464"}}, "isn't a loopback address"),
         ({"env": {"HONED_HTTP__ADMIN_LISTEN": "0.0.0.0:9465"}}, "loopback only, with or without tokens"),
+        (
+            {"flags": {"http": {"metrics_listen": "127.0.0.1:9465", "admin_listen": "localhost:9465"}}},
+            "settings [http]: metrics_listen and admin_listen both take port 9465 of 127.0.0.1: change one",
+        ),
         ({"env": {"HONED_CONFIG": "/does/not/exist"}}, "No such file"),
     ],
 )

@@ -20,7 +20,7 @@ import bcrypt
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from honed.daemon.errors import SettingsError, StartError
+from honed.daemon.errors import SettingsError
 from honed.daemon.process import http_server
 from honed.daemon.process.http_server import HttpServer
 from honed.daemon.service import Service
@@ -209,7 +209,7 @@ def test_head_is_answered_as_get_without_the_body(serve: Serve, path: str) -> No
 def test_another_address_has_to_be_protected_or_meant(serve: Serve, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"http\.metrics_web_config.*http\.metrics_plaintext = true"):
         serve()
-    with pytest.raises(StartError, match="no tls_server_config"):
+    with pytest.raises(SettingsError, match="no tls_server_config"):
         serve(metrics_web_config=write(tmp_path, basic_auth_users={"a": hashed("b")}))
     assert ask(serve(metrics_plaintext=True), None)[0].status == 200
 
@@ -265,11 +265,11 @@ def test_connections_that_say_nothing_leave_room_for_the_daemons_own(
 def test_what_a_file_has_wrong_is_named(tmp_path: Path, text: str, why: str) -> None:
     path = tmp_path / "web.yml"
     path.write_text(text)
-    with pytest.raises(StartError, match=why) as raised:
+    with pytest.raises(SettingsError, match=why) as raised:
         WebConfigFile(path)
     assert "secret" not in str(raised.value)
 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match=r"none\.yml can't be read: No such file"):
+    with pytest.raises(SettingsError, match=r"none\.yml can't be read: No such file"):
         WebConfigFile(tmp_path / "none.yml")

@@ -17,7 +17,7 @@ from honed.adapt.monitor.evidence import BETS_SHAPE
 from honed.recalib.registry.durable import MAX_DOCUMENT_BYTES
 from honed.recalib.registry.manifest import Figures, Manifest
 from honed.recalib.registry.registry import Registry, RegistryError
-from honed.recalib.registry.shared import DAMAGED_S, MOST_TRIALS, SharedRegistry
+from honed.recalib.registry.shared import DAMAGED_S, MOST_TRIALS, SharedRegistry, UrlError, open_url
 from tests.recalib.registry.test_registry import checkpoint
 
 
@@ -355,14 +355,26 @@ def test_a_place_that_this_user_may_not_enter_is_no_empty_one(tmp_path: Path) ->
 
 
 def test_a_protocol_that_nobody_speaks_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RegistryError, match=r"registry.url = 'nope://x' can't be used: .*nope"):
+    with pytest.raises(UrlError, match=r"registry.url = 'nope://x' can't be used: .*nope"):
         SharedRegistry("nope://x", Registry(tmp_path / "here"))
 
 
 @pytest.mark.fault("a misspelt place to share that becomes a local folder")
 def test_a_place_that_its_file_system_refuses_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RegistryError, match=r"registry.url = 'github://' can't be used: .*argument"):
+    with pytest.raises(UrlError, match=r"registry.url = 'github://' can't be used: .*argument"):
         SharedRegistry("github://", Registry(tmp_path / "here"))
+
+
+def test_a_place_that_is_away_is_no_wrong_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some protocols connect at once, and the place may come back."""
+
+    def refuse(url: str, **options: object) -> None:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", refuse)
+    with pytest.raises(RegistryError, match="Connection refused") as raised:
+        open_url("sftp://host/honed")
+    assert not isinstance(raised.value, UrlError)
 
 
 @pytest.mark.fault("odd figures in a peer's manifest")
