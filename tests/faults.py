@@ -98,6 +98,7 @@ FAULTS = (
     "a log that can't be written",
     "a first start on a full disk",
     "wrong settings that restart for ever",
+    "two trainers on one state folder",
     "a mistyped device that training is said to run on",
     "a stop that waits for a disk that hangs",
     "a mount that hangs under one engine's drafter",

@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
@@ -44,9 +44,13 @@ from honed.daemon.commands.show import cells
 from honed.daemon.commands.show import config as show_config
 from honed.daemon.commands.show import status as show
 from honed.daemon.commands.show.explain import explain as explain_engine
-from honed.daemon.errors import EXIT_CONFIG, HonedError, SettingsError
+from honed.daemon.errors import EXIT_CONFIG, HonedError, SettingsError, StartError
 from honed.daemon.views.findings import findings
 
+if TYPE_CHECKING:
+    from honed.daemon.settings.settings import Settings
+
+FOLDER_OF_THE_DAEMON = "Run it as the daemon's user, or give --state-dir."
 HELP = "Keeps a vLLM server's drafter up to date: logs, tunes, retrains and hot-swaps while it serves."
 
 app = typer.Typer(
@@ -119,18 +123,31 @@ def train(
 ) -> None:
     """Run the trainer in the foreground. It trains when the daemon asks and the engine is idle."""
     settings = load_settings(context.obj.config, exit_code=EXIT_CONFIG, runtime_dir=runtime_dir, state_dir=state_dir)
-    from honed.daemon.process.notify import Heartbeat, Notifier
-    from honed.daemon.process.serve import configure_logging
+    from honed.daemon.process.serve import configure_logging, locked
     from honed.recalib.registry.access import check_owner
+    from honed.recalib.registry.durable import make_folder
 
-    try:
-        configure_logging()
-        check_owner(settings.paths.runtime_dir)
-        check_owner(settings.paths.state_dir)
-    except SettingsError as error:
-        fail(str(error), exit_code=EXIT_CONFIG)
-    except ValueError as error:
-        fail(str(error), exit_code=EXIT_USAGE)
+    paths = settings.paths
+    with ExitStack() as held:
+        try:
+            configure_logging()
+            check_owner(paths.runtime_dir)
+            check_owner(paths.state_dir)
+            make_folder(paths.state_dir)
+            held.enter_context(locked(paths.state_dir / "trainer.lock", "trainer", "honed-trainer"))
+        except SettingsError as error:
+            fail(str(error), exit_code=EXIT_CONFIG)
+        except (StartError, ValueError) as error:
+            fail(str(error), exit_code=EXIT_USAGE)
+        except OSError as error:
+            fail(f"the trainer can't start: the folder {paths.state_dir} can't be made: {error}", cure=FOLDER_OF_THE_DAEMON)
+        _train(settings)
+
+
+def _train(settings: Settings) -> None:
+    """Be the one trainer of the state folder."""
+    from honed.daemon.process.notify import Heartbeat, Notifier
+
     try:
         from honed.recalib.process.trainer import check_device, run
         from honed.recalib.registry.manifest import RegistryError
@@ -154,7 +171,7 @@ def train(
             on_tick=heart.beat,
         )
     except RegistryError as error:
-        fail(f"the trainer can't start: {error}", cure="Run it as the daemon's user, or give --state-dir.")
+        fail(f"the trainer can't start: {error}", cure=FOLDER_OF_THE_DAEMON)
     heart.stop()
 
 

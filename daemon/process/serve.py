@@ -167,8 +167,16 @@ def make_engines_folder(path: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a folder's lock. Raises StartError if another daemon has it."""
+def locked(path: Path, holders: str = "daemon", unit: str = "honed") -> Iterator[None]:
+    """Hold a folder's lock until the end of the block or, however it ends, of the process.
+
+    Args:
+        holders: what holds this lock: the daemon, or the trainer.
+        unit: the service that does.
+
+    Raises:
+        StartError: another process has it, or the file can't be opened.
+    """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
@@ -176,13 +184,17 @@ def locked(path: Path) -> Iterator[None]:
     try:
         with suppress(PermissionError):  # another user's
             os.fchmod(descriptor, 0o600)  # who may open it may hold it for ever
+        if os.geteuid() == 0 and os.fstat(descriptor).st_nlink == 1:  # no file of another's under a second name
+            with suppress(OSError):  # what root makes mustn't lock out the folder's owner
+                found = os.stat(path.parent)
+                os.fchown(descriptor, found.st_uid, found.st_gid)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             text = f"another process holds {path}: stop it (`fuser -v {path}` names it)"
             if holder := _honed_process(os.pread(descriptor, 32, 0)):
-                stop = f"`systemctl stop honed` or `kill {holder}`"
-                text = f"another honed daemon (process {holder}) uses {path.parent}: stop it ({stop})"
+                stop = f"`systemctl stop {unit}` or `kill {holder}`"
+                text = f"another honed {holders} (process {holder}) uses {path.parent}: stop it ({stop})"
             raise StartError(
                 f"{text}, or give this one its own folders with --state-dir and --runtime-dir, or HONED_STATE_DIR and "
                 "HONED_RUNTIME_DIR"
@@ -199,7 +211,8 @@ def _honed_process(number: bytes) -> int:
     """The process that a lock file names, if it is alive and one of honed's; else 0."""
     try:
         process = int(number)
-        return process if b"honed" in Path(f"/proc/{process}/cmdline").read_bytes() else 0
+        is_other = process != os.getpid()  # in another container it may have our number
+        return process if is_other and b"honed" in Path(f"/proc/{process}/cmdline").read_bytes() else 0
     except (OSError, ValueError):
         return 0
 

@@ -70,6 +70,8 @@ def make_folder(path: Path, mode: int = 0o750) -> None:
     try:
         path.mkdir()
     except FileExistsError:
+        if not path.is_dir():
+            raise
         return  # another process made it first, and has set the mode
     path.chmod(mode | path.stat().st_mode & 0o2000)
 

@@ -13,7 +13,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -82,6 +82,56 @@ def test_a_second_daemon_on_the_same_state_or_sockets_is_refused(daemon: DaemonP
     other.env["HONED_RUNTIME_DIR"] = str(daemon.runtime_dir)
     assert f"uses {daemon.runtime_dir}" in refused(other)
     assert daemon.answers()
+
+
+@pytest.fixture
+def start_trainer(daemon: DaemonProcess) -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    """Starts `honed train` with the daemon's folders."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "honed.daemon.commands.main", "train"]
+        started.append(subprocess.Popen(command, env=daemon.env, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate(timeout=60)
+
+
+def wait_connected(trainer: subprocess.Popen[str]) -> None:
+    assert trainer.stderr is not None
+    assert any("connected to the daemon" in line for line in trainer.stderr), "it has ended"
+
+
+@pytest.mark.fault("two trainers on one state folder")
+def test_a_second_trainer_on_the_same_state_is_refused_and_a_killed_one_leaves_no_lock(
+    daemon: DaemonProcess, start_trainer: Callable[[], subprocess.Popen[str]]
+) -> None:
+    """Both would train, and a pause would reach one of them."""
+    daemon.start()
+    first = start_trainer()
+    wait_connected(first)
+    second = start_trainer()
+    said = " ".join(second.communicate(timeout=60)[1].split())
+    assert second.returncode == 2
+    assert f"another honed trainer (process {first.pid}) uses {daemon.state_dir}: stop it" in said
+    assert f"`systemctl stop honed-trainer` or `kill {first.pid}`" in said
+    first.kill()
+    first.wait(60)
+    third = start_trainer()
+    wait_connected(third)
+    third.terminate()
+    assert third.wait(60) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it makes the lock in another user's folder")
+def test_a_lock_that_root_made_is_the_folders_owners(tmp_path: Path) -> None:
+    """Else the service couldn't start after somebody has tried it as root."""
+    os.chown(tmp_path, 61234, 61234)
+    with locked(tmp_path / "lock"):
+        assert (tmp_path / "lock").stat().st_uid == 61234
 
 
 def test_a_database_that_another_program_writes_to_is_refused_with_what_to_do(daemon: DaemonProcess) -> None:
