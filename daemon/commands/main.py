@@ -32,6 +32,7 @@ from honed.daemon.client.terminal import (
     moment_s,
     print_json,
     say,
+    socket_of,
 )
 from honed.daemon.client.visible import SafeConsole, abandon_output, prepare_streams, visible_document
 from honed.daemon.commands import calibrate as calibrate_command
@@ -340,7 +341,7 @@ def vllm_args(
 
     if format not in ("shell", "systemd", "json"):
         raise typer.BadParameter(f"{format!r}: use shell, systemd or json", param_hint="--format")
-    runtime_dir = load_settings(context.obj.config).paths.runtime_dir
+    runtime_dir = (context.obj.socket or socket_of(load_settings(context.obj.config).paths)).absolute().parent
     try:
         check_owner(runtime_dir)
         made = vllm_args.make(

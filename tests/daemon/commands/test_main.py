@@ -627,6 +627,25 @@ def test_the_service_is_found_by_users_without_a_daemon_of_their_own(tmp_path: P
     assert terminal.socket_of(PathSettings(runtime_dir=Path("/elsewhere"))) == Path("/elsewhere/admin.sock")
 
 
+def test_vllm_args_name_the_services_folder_to_users_without_a_daemon_of_their_own(
+    run: Run, paths: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would look for honed where there is none."""
+    monkeypatch.setattr(terminal, "SERVICE_DIR", tmp_path / "service")
+    monkeypatch.setattr("honed.daemon.settings.sections.default_runtime_dir", lambda: paths["runtime_dir"])
+
+    def named(*options: str) -> str:
+        return str(answer(run(*options, "vllm-args", "--json"))["environment"]["HONED_RUNTIME_DIR"])
+
+    assert named() == str(paths["runtime_dir"]), "there is no service"
+    (tmp_path / "service").mkdir()
+    assert named() == str(tmp_path / "service")
+    assert named("--socket", str(tmp_path / "mine" / "admin.sock")) == str(tmp_path / "mine")
+    paths["runtime_dir"].mkdir()
+    (paths["runtime_dir"] / "admin.sock").touch()
+    assert named() == str(paths["runtime_dir"]), "a daemon of the user's own"
+
+
 def test_a_socket_in_a_folder_that_others_may_have_made_is_not_asked(
     run: Run, paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
