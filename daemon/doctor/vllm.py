@@ -126,13 +126,11 @@ def check_process(
     """Check a running server: versions, environment, rights, command."""
     subject = f"vLLM (process {process.pid})"
     yield from check_version(process.vllm_version, subject)
-    if process.site_packages is not None and not process.honed_version:
-        yield Check(
-            subject,
-            "error",
-            f"honed isn't installed in vLLM's own environment ({process.site_packages})",
-            f"{process.site_packages.parents[2]}/bin/python -m pip install --no-deps /path/to/honed, then restart vLLM.",
-        )
+    if (site := process.site_packages) is not None and not process.honed_version:
+        is_systems = site.name == "dist-packages"
+        python = "PIP_BREAK_SYSTEM_PACKAGES=1 python3" if is_systems else f"{site.parents[2]}/bin/python"
+        text = f"honed isn't installed in vLLM's own environment ({site})"
+        yield Check(subject, "error", text, f"{python} -m pip install --no-deps /path/to/honed, then restart vLLM.")
     if process.environment is None:
         yield Check(subject, "unknown", "its environment belongs to another user", "`sudo honed doctor` checks it too.")
     else:

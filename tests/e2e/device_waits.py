@@ -25,7 +25,7 @@ def device_waits() -> Iterator[list[traceback.FrameSummary]]:
     def note(message: Any, *_: Any, **__: Any) -> None:
         if "synchronizing" in str(message):
             frames = [f for f in traceback.extract_stack() if f.filename not in (__file__, warnings.__file__)]
-            waited.append(next(f for f in reversed(frames) if "/site-packages/torch/" not in f.filename))
+            waited.append(next(f for f in reversed(frames) if "-packages/torch/" not in f.filename))
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -353,7 +353,10 @@ def test_honed_missing_from_vllms_own_environment(tmp_path: Path) -> None:
     (found.site_packages / "honed-0.1.0.dist-info").rmdir()
     (bad,) = wrong(of_process(found))
     assert "honed isn't installed in vLLM's own environment" in bad.text
-    assert f"{tmp_path}/bin/python -m pip install --no-deps /path/to/honed," in bad.cure
+    assert bad.cure.startswith(f"{tmp_path}/bin/python -m pip install --no-deps /path/to/honed,")
+    shutil.move(found.site_packages, systems := found.site_packages.with_name("dist-packages"))
+    (bad,) = wrong(of_process(process(tmp_path, site_packages=systems)))
+    assert bad.cure.startswith("PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install"), "it isn't beside the packages"
 
 
 def of_registry(found: VllmProcess, registry: Path) -> list[Check]:
@@ -441,14 +444,29 @@ def test_a_process_that_ends_meanwhile_is_passed_over(tmp_path: Path) -> None:
     assert vllm_processes.running(tmp_path) == []
 
 
-def test_a_process_in_a_container_is_looked_at_through_its_own_root(tmp_path: Path) -> None:
-    root, inside = tmp_path / "root", Path("/opt/v/lib/python3.12/site-packages")
-    (root / "opt/v/lib/python3.12/site-packages/vllm-0.31.0.dist-info").mkdir(parents=True)
+@pytest.mark.parametrize(
+    ("program", "prefix", "packages"),
+    [
+        ("/opt/v/bin/python", "/opt/v", "site-packages"),
+        ("/usr/local/bin/vllm", "/usr/local", "dist-packages"),
+        ("/usr/bin/python3", "/usr/local", "dist-packages"),
+    ],
+)
+def test_a_process_in_a_container_is_looked_at_through_its_own_root(
+    tmp_path: Path, program: str, prefix: str, packages: str
+) -> None:
+    """vLLM's image has Debian's own Python, whose packages have a folder of another name."""
+    root, inside = tmp_path / "root", Path(prefix) / "lib/python3.12" / packages
+    (vllm_processes.below(root, inside) / "vllm-0.31.0.dist-info").mkdir(parents=True)
+    (root / "usr/lib/python3/dist-packages").mkdir(parents=True)
     found = process(tmp_path, root=root, site_packages=inside, cwd=Path("/app"))
     assert found.vllm_version == "0.31.0"
     assert found.at("m") == root / "app/m"
     assert found.at("/models/m") == root / "models/m"
-    assert vllm_processes.site_packages_of("/opt/v/bin/python", root) == inside
+    assert vllm_processes.site_packages_of(program, root) == inside
+    lines = f"7f00-7f01 r-xp 00000000 fe:00 42    {inside / 'torch' / 'lib' / 'libc10.so'}\n"
+    (tmp_path / "maps").write_text(lines)
+    assert vllm_processes._mapped(tmp_path, root) == inside
 
 
 def test_versions_are_read_off_the_folders(tmp_path: Path) -> None:
@@ -459,9 +477,10 @@ def test_versions_are_read_off_the_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("lines split where none ends")
-@pytest.mark.parametrize("name", [b"a\x0cb", b"a\xe2\x80\xa8b", b"a\xffb"])
-def test_an_environment_may_have_any_name(tmp_path: Path, name: bytes) -> None:
-    site = tmp_path / os.fsdecode(name) / "lib" / "python3.11" / "site-packages"
+@pytest.mark.parametrize("packages", ["site-packages", "dist-packages"])
+@pytest.mark.parametrize("name", [b"a\x0cb", b"a\xe2\x80\xa8b", b"a\xffb", b"site-packages"])
+def test_an_environment_may_have_any_name(tmp_path: Path, name: bytes, packages: str) -> None:
+    site = tmp_path / os.fsdecode(name) / "lib" / "python3.11" / packages
     (site / "vllm-0.32.0.dist-info").mkdir(parents=True)
     (tmp_path / "maps").write_bytes(b"7f00-7f01 r-xp 00000000 fe:00 42    " + os.fsencode(site / "torch" / "lib.so") + b"\n")
     assert vllm_processes._mapped(tmp_path, Path("/")) == site
