@@ -144,6 +144,8 @@ def test_honeds_parts_can_do_nothing_beyond_their_work(compose: Compose) -> None
         assert "Read-only file system" in compose.inside(service, "touch", "/x", check=False)
     assert compose.inside("trainer", "ls", "/sys/class/net").split() == ["lo"]
     assert "tmpfs /run/honed tmpfs" in compose.inside("vllm", "cat", "/proc/mounts")
+    (compiled,) = (line for line in compose.inside("trainer", "cat", "/proc/mounts").splitlines() if line.split()[1] == "/tmp")
+    assert "noexec" not in compiled, "kernels are loaded from there"
 
 
 def test_metrics_need_the_password(compose: Compose, ports: Mapping[str, int]) -> None:

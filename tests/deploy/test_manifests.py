@@ -146,6 +146,25 @@ def test_samples_stay_in_memory() -> None:
     assert run["driver_opts"]["type"] == "tmpfs"
 
 
+COMPILED = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+"""Folders of libraries that are made and loaded while the trainer runs."""
+
+
+def test_compiled_kernels_may_be_loaded_from_where_they_are_put() -> None:
+    """Docker and podman mount a tmpfs noexec, Kubernetes none of its volumes: there the first kernel would fail."""
+    compiling = [one for one in services().values() if COMPILED[0] in one.get("environment", {})]
+    assert compiling
+    for one in compiling:
+        mounts = {path: options.split(",") for path, _, options in (mount.partition(":") for mount in one["tmpfs"])}
+        for folder in (one["environment"][name] for name in COMPILED):
+            assert "exec" in mounts[str(Path(folder).parent)], folder
+    volumes = {one["name"]: one for one in pod()["volumes"]}
+    (trainer,) = (part for part in pod()["containers"] if COMPILED[0] in {one["name"] for one in part["env"]})
+    mounted = {one["mountPath"]: one["name"] for one in trainer["volumeMounts"]}
+    for folder in (one["value"] for one in trainer["env"] if one["name"] in COMPILED):
+        assert "emptyDir" in volumes[mounted[str(Path(folder).parent)]], folder
+
+
 @pytest.mark.skipif(os.environ.get("HONED_TEST_CONTAINER") != "1", reason="`make test-container` installs the schemas")
 @pytest.mark.parametrize("version", ["1.29", "1.34"])
 def test_kubernetes_objects_are_valid(version: str) -> None:
