@@ -39,6 +39,14 @@ SHARED = ("embed_tokens", "lm_head")
 """Tensors of the target, or the drafter's own in their place. They are never trained or swapped."""
 
 
+def method_named(name: str) -> str:
+    """Return the method that vLLM runs for a name of one: "mtp" for qwen3_next_mtp and all the other kinds of heads.
+
+    Source: vLLM 0.32 `config/speculative.py` (`MTPModelTypes`, `__post_init__`).
+    """
+    return "mtp" if name.endswith("_mtp") else name
+
+
 def names_of(stored: Iterable[str]) -> dict[str, str]:
     """Map our name of each tensor to its name in the checkpoint, without the ignored ones.
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from honed.adapt.models.drafter_tensor_names import method_named
+
 SHORT = {"-sc": "--speculative-config", "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size"}
 _METHOD_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
 """Parts of a drafter's name or path, in vLLM's order. Source: vllm/config/speculative.py (0.32), `__post_init__`."""
@@ -44,7 +46,7 @@ class VllmCommand:
     @property
     def method(self) -> str:
         """The speculative method; where none is named, the one that vLLM takes by the drafter's name; "" without one."""
-        named, model = str(self.speculative.get("method") or ""), self.drafter.lower()
+        named, model = method_named(str(self.speculative.get("method") or "")), self.drafter.lower()
         if named or not model:
             return named
         if model in ("ngram", "[ngram]"):

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, Literal
 
+from honed.adapt.models.drafter_tensor_names import method_named
 from honed.adapt.protocol.fields import check_engine_id
 from honed.daemon.install.drafter_config import draft_tokens_of, method_of, read
 from honed.recalib.config.drafter import MTP_TOKENS
@@ -74,7 +75,8 @@ def make(
         model: target model; omitted if empty.
         drafter: drafter checkpoint, a folder or a name on the Hugging Face hub; without it and `method` no
             --speculative-config is printed (keep your own).
-        method: vLLM's; empty: by the drafter. Methods without a drafter checkpoint need it: mtp, ngram, suffix.
+        method: vLLM's, by any of its names; empty: by the drafter. Methods without a drafter checkpoint need it: mtp, ngram,
+            suffix.
         num_draft_tokens: K; 0: from the drafter's config.json, a DFlash drafter's block size less 1 or what an EAGLE-3 one is
             for; 3 for an MTP head.
         engine_id: distinguishes engines of one host; vLLM's data-parallel rank is appended.
@@ -92,6 +94,7 @@ def make(
         check_engine_id(engine_id)
         environment["HONED_ENGINE_ID"] = engine_id
     flags = ["--model", model] if model else []
+    method = method_named(method)
     if (graphs or tree_slots) and not drafter and not method:
         raise ValueError("graphs and tree slots are part of --speculative-config: give --drafter or --method too")
     if tree_slots and num_draft_tokens:

@@ -224,17 +224,19 @@ def test_a_pair_that_cannot_be_trained_is_named_before_the_engine_starts(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "says"),
+    ("method", "model_type", "says"),
     [
-        ("qwen3_5_text", []),
-        ("mimo", []),
-        ("glm4_moe", ["only those of Qwen3.5's, Qwen3-Next's and MiMo-7B's kind can be trained, not 'glm4_moe'"]),
+        ("mtp", "qwen3_5_text", []),
+        ("mtp", "mimo", []),
+        ("qwen3_next_mtp", "qwen3_next", []),
+        ("mtp", "glm4_moe", ["only those of Qwen3.5's, Qwen3-Next's and MiMo-7B's kind can be trained, not 'glm4_moe'"]),
+        ("glm4_moe_mtp", "glm4_moe", ["Qwen3-Next's and MiMo-7B's kind can be trained, not 'glm4_moe'"]),
     ],
 )
-def test_an_mtp_head_is_judged_by_its_target(tmp_path: Path, model_type: str, says: list[str]) -> None:
+def test_an_mtp_head_is_judged_by_its_target(tmp_path: Path, method: str, model_type: str, says: list[str]) -> None:
     raw = json.loads((TINY / "target" / "config.json").read_text()) | {"model_type": model_type}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    given = ["--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 3})]
+    given = ["--speculative-config", json.dumps({"method": method, "num_speculative_tokens": 3})]
     found = [check for check in checks(parse(["vllm", "serve", str(tmp_path), *FLAGS, *given])) if check.level == "warning"]
     assert len(found) == len(says)
     assert all(part in check.text for part, check in zip(says, found, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -53,6 +54,15 @@ def test_the_same_said_in_different_ways(text: str) -> None:
 def test_where_no_method_is_named_it_is_the_one_that_vllm_takes(drafter: str, method: str) -> None:
     assert parse(["vllm", "serve", "m", "--spec-model", drafter] if drafter else ["vllm", "serve", "m"]).method == method
     assert parse(["vllm", "serve", "m", "--spec-model", drafter, "--spec-method", "mtp"]).method == "mtp"
+
+
+def test_each_kind_of_mtp_head_has_a_name_for_the_same_method() -> None:
+    vllm = pytest.importorskip("vllm.config.speculative", reason="vLLM is not installed")
+    kinds = get_args(vllm.MTPModelTypes)
+    assert "qwen3_next_mtp" in kinds
+    for name in get_args(vllm.SpeculativeMethod):
+        ours = parse(["vllm", "serve", "m", "--spec-method", name, "--spec-tokens", "3"]).method
+        assert ours == ("mtp" if name in kinds else name)
 
 
 @pytest.mark.parametrize("text", ["", "vllm", "vllm bench m", "python -m vllm", "cat vllm serve.log", "python serve.py"])

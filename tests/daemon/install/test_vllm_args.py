@@ -45,9 +45,13 @@ def test_an_eagle3_drafter_gets_its_method_and_its_draft_tokens(tmp_path: Path, 
         vllm_args.make(RUNTIME_DIR, drafter=str(tmp_path), tree_slots=15)
 
 
-def test_a_head_in_its_target_needs_no_drafter_and_an_exported_one_is_known(tmp_path: Path) -> None:
-    flags = vllm_args.make(RUNTIME_DIR, model="m", method="mtp").flags
+@pytest.mark.parametrize("name", ["mtp", "qwen3_next_mtp", "glm4_moe_mtp"])
+def test_a_head_in_its_target_needs_no_drafter(name: str) -> None:
+    flags = vllm_args.make(RUNTIME_DIR, model="m", method=name).flags
     assert json.loads(flags[flags.index("--speculative-config") + 1]) == {"method": "mtp", "num_speculative_tokens": 3}
+
+
+def test_an_exported_head_is_known(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1}))
     found = json.loads(vllm_args.make(RUNTIME_DIR, drafter=str(tmp_path), num_draft_tokens=2).flags[1])
     assert found == {"method": "mtp", "model": str(tmp_path), "num_speculative_tokens": 2}
