@@ -296,10 +296,12 @@ def _attaches(command: VllmCommand, subject: str) -> Iterator[Check]:
         text = f"has --scheduler-cls {scheduler}, not honed's" if scheduler else "has no --scheduler-cls"
         cure = f"Use --scheduler-cls {SCHEDULER}: vLLM's own scheduler with honed in it. It can't be combined with another."
         yield Check(subject, "error", f"{text}: no events, no draft lengths", cure)
+    elif not extension:
+        text = "has no --worker-extension-cls: no samples are captured, nothing is retrained or swapped"
+        yield Check(subject, "warning", text, f"Use --worker-extension-cls {WORKER_EXTENSION}.")
     elif extension != WORKER_EXTENSION:
-        text = f"has --worker-extension-cls {extension}, not honed's" if extension else "has no --worker-extension-cls"
-        cure = f"Use --worker-extension-cls {WORKER_EXTENSION}, or a class that is derived from it and from yours."
-        yield Check(subject, "warning", f"{text}: no samples are captured, nothing is retrained or swapped", cure)
+        text = f"samples are captured and drafters swapped only if {extension} is derived from {WORKER_EXTENSION}"
+        yield Check(subject, "unknown", text, "`honed engines` says whether they are on once vLLM runs.")
 
 
 def _speculates(command: VllmCommand, subject: str) -> Iterator[Check]:

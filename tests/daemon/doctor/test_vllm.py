@@ -188,6 +188,11 @@ def test_a_sound_command_is_all_well() -> None:
     ("words", "level", "says"),
     [
         (["--scheduler-cls", SCHEDULER, *speculative()], "warning", "no samples are captured"),
+        (
+            ["--scheduler-cls", SCHEDULER, "--worker-extension-cls", "my.Own", *speculative()],
+            "unknown",
+            f"captured and drafters swapped only if my.Own is derived from {WORKER_EXTENSION}",
+        ),
         ([*FLAGS], "error", "has no --speculative-config"),
         ([*FLAGS, "--speculative-config", "{x"], "error", "is no JSON object"),
         ([*FLAGS, *speculative(method="eagle")], "warning", "method 'eagle'"),
