@@ -28,7 +28,7 @@ from honed.daemon.doctor import vllm as doctor_vllm
 from honed.daemon.doctor import vllm_processes
 from honed.daemon.doctor.check import Check
 from honed.daemon.doctor.service_environment import ENVIRONMENT, STATE_DIR, check_paths, service_environment
-from honed.daemon.doctor.vllm_command import parse
+from honed.daemon.doctor.vllm_command import VllmCommand, parse
 from honed.daemon.errors import SettingsError
 from honed.daemon.settings.settings import Settings, load
 from honed.recalib.config.drafter import DrafterConfig
@@ -224,9 +224,15 @@ def _shape(settings: Settings, status: dict[str, Any] | None, command: Sequence[
     return _drafter(settings, status)
 
 
+def _parsed(words: Sequence[str]) -> VllmCommand:
+    """A vLLM command as vLLM resolves it."""
+    command = parse(words)
+    return command.resolved(read_config(Path(command.model))) if command.model else command
+
+
 def _named(command: Sequence[str]) -> DrafterConfig | None:
     """Shape of the drafter in a vLLM command; None if it can't be read here."""
-    found = read_config(Path(parse(command).drafter))
+    found = read_config(Path(_parsed(command).drafter))
     try:
         return DrafterConfig.from_json(found) if found is not None else None
     except (KeyError, TypeError, ValueError):
@@ -257,7 +263,7 @@ def _active(settings: Settings, status: dict[str, Any] | None) -> str:
 def _vocabulary(settings: Settings, status: dict[str, Any] | None, command: Sequence[str]) -> VocabularyTensors:
     """Facts of the files of the drafter that `_shape` takes, and of its target's."""
     if command and _named(command) is not None:
-        asked = parse(command)
+        asked = _parsed(command)
         drafter, targets = Path(asked.drafter), [asked.model]
     else:
         drafter = settings.paths.registry / "versions" / _active(settings, status)

@@ -56,9 +56,10 @@ def check_command(
     Args:
         has_trees: HONED_TREES is set for it; None: unknown.
     """
+    command = command.resolved(read_config(command.model)) if command.model else command
     target = read_config(command.model) if command.model else None
     drafter = read_config(command.drafter) if command.drafter else None
-    found = [*_attaches(command, subject), *_speculates(command, subject), *_trains(command, subject, target, drafter)]
+    found = [*_attaches(command, subject), *_speculates(command, subject, target), *_trains(command, subject, target, drafter)]
     if has_trees is False and drafter is not None:
         found += _fits_block(command, subject, drafter)
     if has_trees:
@@ -304,11 +305,16 @@ def _attaches(command: VllmCommand, subject: str) -> Iterator[Check]:
         yield Check(subject, "unknown", text, "`honed engines` says whether they are on once vLLM runs.")
 
 
-def _speculates(command: VllmCommand, subject: str) -> Iterator[Check]:
+def _speculates(command: VllmCommand, subject: str, target: dict[str, Any] | None) -> Iterator[Check]:
     if not command.speculative:
-        if not command.config_file and not command.unreadable:
-            cure = "`honed vllm-args --model … --drafter …` prints a command with it."
-            yield Check(subject, "error", "has no --speculative-config: there is nothing to tune", cure)
+        text, cure = "has no --speculative-config", "`honed vllm-args --model … --drafter …` prints a command with it."
+        if command.config_file or command.unreadable:
+            return
+        if command.model and target is None:
+            text += f", and {command.model} isn't a folder on this machine: only a model in speculators' format brings its own"
+            yield Check(subject, "unknown", text, f"If it is in that format, all is well. Else {cure}")
+        else:
+            yield Check(subject, "error", f"{text}: there is nothing to tune", cure)
         return
     is_adaptive = command.speculative.get("enable_adaptive_verification") is True
     cure = "Take enable_adaptive_verification out of --speculative-config: honed chooses the draft lengths"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from honed.adapt.models.drafter_tensor_names import method_named
@@ -56,6 +56,23 @@ class VllmCommand:
     @property
     def drafter(self) -> str:
         return str(self.speculative.get("model") or "")
+
+    def resolved(self, config: Mapping[str, Any] | None) -> VllmCommand:
+        """Return the command that vLLM makes of this one: a model in speculators' format becomes the drafter.
+
+        Source: vllm/transformers_utils/config.py (0.32), `maybe_override_with_speculators`.
+
+        Args:
+            config: the model's config.json; None if that can't be read.
+        """
+        try:
+            own = (config or {})["speculators_config"]
+            target, tokens = own["verifier"]["name_or_path"], own["proposal_methods"][0]["speculative_tokens"]
+        except (KeyError, IndexError, TypeError):
+            return self
+        kind = str((config or {}).get("speculators_model_type") or "")
+        ours = {"method": {"peagle": "eagle3", "dflash2": "dflash"}.get(kind, kind), "model": self.model}
+        return replace(self, model=str(target), speculative={"num_speculative_tokens": tokens} | self.speculative | ours)
 
 
 def is_server(words: Sequence[str]) -> bool:

@@ -222,6 +222,20 @@ def test_memory_is_judged_for_the_drafter_that_a_command_names(tmp_path: Path, d
     assert ("GiB for drafter versions" in found.text) == is_guess
 
 
+LLAMA = {"model_type": "llama", "vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+
+
+def test_memory_is_judged_for_a_drafter_that_is_served_as_the_model(tmp_path: Path) -> None:
+    raw = {
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": 4}], "verifier": {"name_or_path": "target"}},
+        "transformer_layer_config": LLAMA,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert diagnose._named(["vllm", "serve", str(tmp_path)]) == DrafterConfig.from_json(raw)
+
+
 def test_embeddings_and_heads_are_counted_by_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A command names both files. Without one it is the active version, and its engine's or its manifest's target."""
     settings = load(None, {"paths": {"state_dir": tmp_path, "runtime_dir": tmp_path}}, {})

@@ -179,6 +179,31 @@ def test_dsparks_block_has_no_token_but_drafts(tmp_path: Path, slots: int, is_to
     assert [check.text.endswith("block has 7: those beyond are hardly ever accepted") for check in found] == [True] * is_told
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_drafter_in_speculators_format_is_served_as_the_model(tmp_path: Path, layers: int) -> None:
+    """vLLM's one-command form: the checkpoint names its target, its method and its number of tokens."""
+    shape = {"model_type": "llama", "num_hidden_layers": layers}
+    tokens, verifier = [{"speculative_tokens": 5}], {"name_or_path": str(TINY / "target")}
+    own = {"speculators_config": {"proposal_methods": tokens, "verifier": verifier}, "speculators_model_type": "eagle3"}
+    (tmp_path / "config.json").write_text(json.dumps(own | {"transformer_layer_config": shape}))
+    found = checks(parse(["vllm", "serve", str(tmp_path), *FLAGS]))
+    if layers > 1:
+        (told,) = wrong(found)
+        assert "an EAGLE-3 drafter of 2 layers is not supported" in told.text
+    else:
+        assert [(check.level, check.text) for check in found] == [
+            ("ok", "has honed's flags and drafts with eagle3"),
+            ("ok", f"drafter {tmp_path} has its target's shapes"),
+        ]
+
+
+def test_a_model_that_is_not_here_may_bring_its_own_drafter() -> None:
+    (found,) = checks(parse(["vllm", "serve", "RedHatAI/Qwen3-8B-speculator.eagle3", *FLAGS]))
+    assert found.level == "unknown"
+    assert "isn't a folder on this machine: only a model in speculators' format brings its own" in found.text
+    assert "honed vllm-args" in found.cure
+
+
 def test_a_sound_command_is_all_well() -> None:
     found = checks(command(*FLAGS, *speculative()))
     assert [check.level for check in found] == ["ok", "ok"]

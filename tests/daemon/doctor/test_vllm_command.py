@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -54,6 +55,41 @@ def test_the_same_said_in_different_ways(text: str) -> None:
 def test_where_no_method_is_named_it_is_the_one_that_vllm_takes(drafter: str, method: str) -> None:
     assert parse(["vllm", "serve", "m", "--spec-model", drafter] if drafter else ["vllm", "serve", "m"]).method == method
     assert parse(["vllm", "serve", "m", "--spec-model", drafter, "--spec-method", "mtp"]).method == "mtp"
+
+
+SPECULATORS = {
+    "speculators_model_type": "eagle3",
+    "speculators_config": {"proposal_methods": [{"speculative_tokens": 5}], "verifier": {"name_or_path": "org/target"}},
+    "transformer_layer_config": {"model_type": "llama"},
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ([], {}),
+        (["--spec-tokens", "3"], {}),
+        (["--spec-method", "ngram", "--spec-model", "d"], {"speculators_model_type": "dflash2"}),
+        ([], {"speculators_model_type": "peagle"}),
+    ],
+)
+def test_a_model_in_speculators_format_brings_its_target_and_its_method(
+    tmp_path: Path, words: list[str], changes: dict[str, Any]
+) -> None:
+    """Compared with vLLM's own function."""
+    found = parse(["vllm", "serve", str(tmp_path), *words])
+    (tmp_path / "config.json").write_text(json.dumps(SPECULATORS | changes))
+    ours = found.resolved(SPECULATORS | changes)
+    theirs = pytest.importorskip("vllm.transformers_utils.config", reason="vLLM is not installed")
+    model, _, speculative = theirs.maybe_override_with_speculators(str(tmp_path), None, False, None, found.speculative)
+    assert (ours.model, ours.method, ours.drafter) == (model, speculative["method"], speculative["model"])
+    assert ours.speculative["num_speculative_tokens"] == speculative["num_speculative_tokens"]
+
+
+@pytest.mark.parametrize("config", [None, {}, {"speculators_config": None}, SPECULATORS | {"speculators_config": {}}])
+def test_any_other_model_is_the_target(config: dict[str, Any] | None) -> None:
+    found = parse(["vllm", "serve", "m", "--spec-model", "d", "--spec-method", "dflash"])
+    assert found.resolved(config) == found
 
 
 def test_each_kind_of_mtp_head_has_a_name_for_the_same_method() -> None:
