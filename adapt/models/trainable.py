@@ -1,11 +1,11 @@
 """Whether a target and its drafter can be trained, and if not, why: one answer for engine, daemon, trainer and doctor.
 
 Facts in, reasons out. The engine asks with the configuration that vLLM has resolved, the others with the files as published.
-Both give the same answer: `resolved` fills in what Transformers' classes would.
+Both give the same answer: `resolved` fills in what vLLM and Transformers' classes would.
 
 Source: vLLM 0.32 `models/qwen3_dflash.py` (`_resolve_layer_attention`, `_dflash_layer_causal`), `models/registry.py`,
-`models/qwen2.py`, `v1/worker/gpu/spec_decode/dflash/speculator.py`; Transformers 5 `configuration_qwen3.py`,
-`configuration_gpt_oss.py`.
+`models/qwen2.py`, `v1/worker/gpu/spec_decode/dflash/speculator.py`, `transformers_utils/configs/eagle.py` (`EAGLEConfig`);
+Transformers 5 `configuration_qwen3.py`, `configuration_gpt_oss.py`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ EAGLE3_ARCHITECTURES = (
 """Those that vLLM loads with its Llama's or Qwen3's EAGLE-3 class."""
 EAGLE3_WITH_HEAD_NORMS = "Eagle3Qwen3ForCausalLM"
 """The only one that it loads with Qwen3's, whose heads have norms of queries and keys."""
+_NAME_PARTS = {"dflash": "DFlash", "eagle3": "Eagle3"}
+"""What vLLM adds to the names of these methods' architectures where they lack it."""
+_COMPLETE = ("LiLiCorrDraftModel",)
+"""Architectures that it leaves as they are."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding that the trainable drafter computes."""
 _OPTIONAL_WINDOW = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -84,7 +88,7 @@ def why_untrained(pair: Pair) -> list[str]:
             f"not {pair.drafter.get('model_type')!r}"
         )
     elif pair.drafter is not None:
-        found += drafter_reasons(pair.drafter)
+        found += drafter_reasons(pair.drafter, pair.method)
     if pair.target is not None and pair.target_tensors is not None:
         found += head_reasons(pair.target, pair.target_tensors)
         if pair.method == "mtp" and (scales := [name for name in pair.target_tensors if _is_scale_of_mtp(name)]):
@@ -92,9 +96,13 @@ def why_untrained(pair: Pair) -> list[str]:
     return found
 
 
-def drafter_reasons(drafter: Mapping[str, Any]) -> list[str]:
-    """Reasons why a drafter with this flat config can't be trained: vLLM can't load it, or our drafter lacks something."""
-    raw = resolved(drafter)
+def drafter_reasons(drafter: Mapping[str, Any], method: str = "") -> list[str]:
+    """Reasons why a drafter with this flat config can't be trained: vLLM can't load it, or our drafter lacks something.
+
+    Args:
+        method: as for `resolved`.
+    """
+    raw = resolved(drafter, method)
     if is_eagle3(raw):
         return [f"{name} is not supported for training" for name in _eagle3_trainer_lacks(raw)]
     if is_mtp(raw):
@@ -117,12 +125,18 @@ def rope_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
 
 
-def resolved(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in what Transformers' classes do for a flat config: windows, `layer_types`, and the base of the rotary embedding.
+def resolved(raw: Mapping[str, Any], method: str = "") -> dict[str, Any]:
+    """Fill in a flat config: windows, `layer_types` and the rotary embedding's base as Transformers' classes do, names as vLLM.
 
     A resolved config is returned with the same values.
+
+    Args:
+        method: vLLM's, which it adds to the architecture's name; "": the config itself has to show it.
     """
     full, rope = dict(raw), dict(rope_of(raw))
+    part = _NAME_PARTS.get(method or ("eagle3" if is_eagle3(raw) else ""))
+    if part and raw.get("architectures"):
+        full["architectures"] = [_completed(str(name), part) for name in raw["architectures"]]
     kind, layers = raw.get("model_type"), range(int(raw.get("num_hidden_layers") or 0))
     if kind in _OPTIONAL_WINDOW and not raw.get("use_sliding_window"):
         full["sliding_window"] = None
@@ -173,8 +187,15 @@ def drafts_from_anchor(raw: Mapping[str, Any]) -> bool:
 
 
 def is_eagle3(raw: Mapping[str, Any]) -> bool:
-    """Whether a drafter with this config is an EAGLE-3 one."""
-    return "Eagle3" in _architecture(raw)
+    """Whether a drafter with this config is an EAGLE-3 one, as its architecture says, or else a vocabulary of its own."""
+    return "Eagle3" in _architecture(raw) or (is_plain(raw) and raw.get("draft_vocab_size") is not None)
+
+
+def is_plain(raw: Mapping[str, Any]) -> bool:
+    """Whether a drafter's architecture is that of its layers, as EAGLE-3's own trainer writes it, and names no method."""
+    name = _architecture(raw)
+    names_method = any(part in name.lower() for part in ("dflash", "dspark", "eagle"))
+    return name.endswith("ForCausalLM") and not names_method and "dflash_config" not in raw and not is_mtp(raw)
 
 
 def is_mtp(raw: Mapping[str, Any]) -> bool:
@@ -208,6 +229,11 @@ def eagle3_option(raw: Mapping[str, Any], name: str) -> Any:
 def has_reduced_vocabulary(raw: Mapping[str, Any]) -> bool:
     """Whether a drafter with this config can draft only some of the target's words."""
     return raw.get("draft_vocab_size") not in (None, raw.get("vocab_size"))
+
+
+def _completed(name: str, part: str) -> str:
+    """An architecture's name as vLLM completes it."""
+    return name if name.startswith(part) or name.endswith(part) or name in _COMPLETE else f"{part}{name}"
 
 
 def _vllm_lacks(raw: Mapping[str, Any]) -> Iterator[str]:

@@ -232,9 +232,10 @@ def _parsed(words: Sequence[str]) -> VllmCommand:
 
 def _named(command: Sequence[str]) -> DrafterConfig | None:
     """Shape of the drafter in a vLLM command; None if it can't be read here."""
-    found = read_config(Path(_parsed(command).drafter))
+    asked = _parsed(command)
+    found = read_config(Path(asked.drafter))
     try:
-        return DrafterConfig.from_json(found) if found is not None else None
+        return DrafterConfig.from_json(found, asked.method) if found is not None else None
     except (KeyError, TypeError, ValueError):
         return None
 
@@ -244,11 +245,14 @@ def _drafter(settings: Settings, status: dict[str, Any] | None) -> tuple[Drafter
     active = _active(settings, status)
     if not active:
         return None, "no daemon says which version is active" if status is None else "no version is active yet"
-    config = read_config(settings.paths.registry / "versions" / active)
+    folder, method = settings.paths.registry / "versions" / active, ""
+    config = read_config(folder)
     if config is None:
         return None, f"the config.json of version {active} can't be read"
+    with suppress(RegistryError):
+        method = read_manifest(folder).method
     try:
-        return DrafterConfig.from_json(config), ""
+        return DrafterConfig.from_json(config, method), ""
     except (KeyError, TypeError, ValueError) as error:
         return None, f"version {active}: {error}"
 

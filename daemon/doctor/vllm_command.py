@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from honed.adapt.models.drafter_tensor_names import method_named
+from honed.daemon.install.drafter_config import method_by_name
 
 SHORT = {"-sc": "--speculative-config", "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size"}
-_METHOD_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
-"""Parts of a drafter's name or path, in vLLM's order. Source: vllm/config/speculative.py (0.32), `__post_init__`."""
 SPECULATIVE = {"--spec-method": "method", "--spec-model": "model", "--spec-tokens": "num_speculative_tokens"}
 SWITCHES = frozenset({"--enable-lora"})
 SERVERS = ("vllm.entrypoints.openai.api_server", "vllm.entrypoints.api_server", "vllm.entrypoints.cli.main")
@@ -46,12 +45,10 @@ class VllmCommand:
     @property
     def method(self) -> str:
         """The speculative method; where none is named, the one that vLLM takes by the drafter's name; "" without one."""
-        named, model = method_named(str(self.speculative.get("method") or "")), self.drafter.lower()
+        named, model = method_named(str(self.speculative.get("method") or "")), self.drafter
         if named or not model:
             return named
-        if model in ("ngram", "[ngram]"):
-            return "ngram"
-        return next((method for part, method in _METHOD_BY_NAME.items() if part in model), "draft_model")
+        return "ngram" if model in ("ngram", "[ngram]") else method_by_name(model)
 
     @property
     def drafter(self) -> str:

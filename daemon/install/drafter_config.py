@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from honed.adapt.models.trainable import drafts_from_anchor, is_dspark, is_eagle3, is_mtp
+from honed.adapt.models.trainable import drafts_from_anchor, is_dspark, is_eagle3, is_mtp, is_plain
 from honed.recalib.config.drafter import EAGLE3_TOKENS
 from honed.recalib.config.speculators import is_speculators
 
@@ -16,6 +16,8 @@ HUB_TIMEOUT_S = 5.0
 _CURE = "set the draft length with --draft-tokens"
 _BLOCK_IN_NAME = re.compile(r"(?:-b|_block)(\d{1,3})$")
 """As drafters are named: Qwen3-8B-DFlash-b16, dspark_qwen3_8b_block7."""
+_METHODS_BY_NAME = {"eagle-": "eagle", "eagle3": "eagle3", "dflash": "dflash", "dspark": "dspark"}
+"""Parts of a drafter's name or path, in vLLM's order. Source: vllm/config/speculative.py (0.32), `__post_init__`."""
 _REFUSALS = {
     401: "the Hugging Face hub has no such name, or wants a token in HF_TOKEN",  # it doesn't tell which
     403: "the Hugging Face hub gives it to those with access only; HF_TOKEN may name one",
@@ -69,22 +71,35 @@ def _of_hub(name: str) -> bytes:
     return bytes(answer.content)
 
 
+def method_by_name(drafter: str) -> str:
+    """The method that vLLM takes by a drafter's name or path."""
+    return next((method for part, method in _METHODS_BY_NAME.items() if part in drafter.lower()), "draft_model")
+
+
 def method_of(drafter: str, raw: Mapping[str, Any] | None) -> str:
-    """vLLM's method for a drafter, by its config.json, or by its name if that isn't known."""
+    """vLLM's method for a drafter, by its config.json, or by its name if that isn't known or tells nothing."""
     if raw is None:
-        return next((name for name in ("eagle3", "dspark") if name in drafter.lower()), "dflash")  # as vLLM goes by a name
-    return "eagle3" if _is_eagle3(raw) else "mtp" if is_mtp(raw) else "dspark" if _is_dspark(raw) else "dflash"
+        return next((name for name in ("eagle3", "dspark") if name in drafter.lower()), "dflash")
+    if _is_eagle3(raw):
+        return "eagle3"
+    if is_mtp(raw):
+        return "mtp"
+    return "dspark" if _is_dspark(raw) else method_by_name(drafter) if is_plain(raw) else "dflash"
 
 
-def draft_tokens_of(drafter: str, raw: Mapping[str, Any] | None) -> int:
-    """Draft tokens of a round that a drafter was made for; 0 if neither its config.json nor its name tells."""
+def draft_tokens_of(drafter: str, raw: Mapping[str, Any] | None, method: str = "") -> int:
+    """Draft tokens of a round that a drafter was made for; 0 if neither its config.json nor its name tells.
+
+    Args:
+        method: vLLM's; "": by `method_of`.
+    """
     if raw is None:
         found = _BLOCK_IN_NAME.search(drafter)
         return max(int(found[1]) - (method_of(drafter, None) != "dspark"), 0) if found else 0
     # As vllm-project/speculators writes them.
     methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
     proposed = int(methods[0].get("speculative_tokens") or 0)
-    if _is_eagle3(raw):
+    if (method or method_of(drafter, raw)) == "eagle3":
         return proposed or EAGLE3_TOKENS
     block_size = raw.get("block_size") or (raw.get("dflash_config") or {}).get("block_size")
     anchor_drafts = raw.get("sample_from_anchor", False) if is_speculators(raw) else drafts_from_anchor(raw)

@@ -112,13 +112,14 @@ def make(
                 unknown = str(error)
         method = method or method_of(drafter, raw)
         made_for = method_of(drafter, raw) if raw is not None else method
-        is_sure = made_for != "dflash" or draft_tokens_of(drafter, raw) > 0  # "dflash" is also what is unknown
+        # "dflash" is also what is unknown, and a plain architecture may be that of any method.
+        is_sure = made_for in METHODS and (made_for != "dflash" or draft_tokens_of(drafter, raw) > 0)
         if method in METHODS and method != made_for and is_sure:
             raise ValueError(f"{drafter!r} is a drafter for method {made_for}, not for {method}: leave --method out")
         if tree_slots and method != "dflash":
             raise ValueError("draft trees are grown from DFlash drafters only: leave --tree-slots out")
         k = tree_slots or num_draft_tokens or (MTP_TOKENS if method == "mtp" else 0)
-        block = draft_tokens_of(drafter, raw) if drafter else 0
+        block = draft_tokens_of(drafter, raw, method) if drafter else 0
         if tree_slots and tree_slots <= block:
             raise ValueError(f"{tree_slots} tree slots hold no more than the drafter's chain of {block}: give more")
         if method in ("dflash", "dspark") and num_draft_tokens > block > 0:

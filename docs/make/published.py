@@ -188,7 +188,7 @@ PUBLISHED = (
     ),
     Published("Laguna's DFlash", "Laguna", config={"architectures": ["DFlashLagunaForCausalLM"]}),
     *(_eagle3(f"RedHatAI/{name}-speculator.eagle3", f"{owner}/{name}", **more) for owner, name, more in _SPECULATORS_EAGLE3),
-    _eagle3("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "meta-llama/Llama-3.1-8B-Instruct"),
+    _eagle3("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "meta-llama/Llama-3.1-8B-Instruct", architecture="LlamaForCausalLM"),
     _eagle3("AngelSlim/Qwen3-1.7B_eagle3", "Qwen/Qwen3-1.7B", tensors=_TIED),
     _eagle3("AngelSlim/Qwen3-4B_eagle3", "Qwen/Qwen3-4B", tensors=_TIED),
     _eagle3("AngelSlim/Qwen3-8B_eagle3", "Qwen/Qwen3-8B"),

@@ -186,13 +186,16 @@ class DrafterConfig:
         return self.block_size - 1
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> DrafterConfig:
+    def from_json(cls, raw: Mapping[str, Any], method: str = "") -> DrafterConfig:
         """Read a config.json, in speculators' form or vLLM's own; `presets` fills in a DFlash drafter's missing fields.
+
+        Args:
+            method: vLLM's; "": the config itself has to show it.
 
         Raises:
             ValueError: a field is missing, or asks for something vLLM or this drafter doesn't support. The message names it.
         """
-        raw = resolved(text_config(raw) if is_mtp(raw) else flat(raw))
+        raw = resolved(text_config(raw) if is_mtp(raw) else flat(raw), method)
         kind = "an EAGLE-3" if is_eagle3(raw) else "an MTP" if is_mtp(raw) else "a DSpark" if is_dspark(raw) else "a DFlash"
         if reasons := drafter_reasons(raw):
             raise ValueError(f"{'; '.join(reasons)}; serve this drafter without recalibration, or use another")

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor
 
-from honed.adapt.models.drafter_tensor_names import names_of
+from honed.adapt.models.drafter_tensor_names import method_of, names_of
 from honed.adapt.models.target_tensor_names import HeadNames, adds_one, head_names, text_config
 from honed.recalib.config.drafter import DrafterConfig, Experts
 from honed.recalib.drafter.dflash import DFlashDrafter
@@ -251,7 +251,7 @@ def read_drafter_config(drafter_dir: Path | str, num_draft_tokens: int = 0) -> D
     """
     folder = Path(drafter_dir)
     try:
-        config = DrafterConfig.from_json(read_config(folder))
+        config = DrafterConfig.from_json(read_config(folder), method_of(stored_names(folder)))
         if num_draft_tokens:
             most = num_draft_tokens if config.drafts_one_by_one else min(num_draft_tokens, config.num_draft_tokens)
             config = replace(config, block_size=most + 1)

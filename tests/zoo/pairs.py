@@ -108,7 +108,9 @@ PAIRS: dict[str, Pair] = {
     "partial rotation": Pair(drafter={"partial_rotary_factor": 0.5}),
     "scaled values": Pair(drafter=_dflash(attention_value_scale=0.75)),
     "eagle3": Pair(eagle3={}),
-    "eagle3, residual normed": Pair(eagle3={"norm_before_residual": True, "draft_vocab_size": NUM_WORDS}),
+    "eagle3, residual normed": Pair(
+        eagle3={"norm_before_residual": True, "draft_vocab_size": NUM_WORDS, "architectures": ["LlamaForCausalLM"]}
+    ),
     "eagle3, features normed": Pair(eagle3={"fc_norm": True, "norm_before_fc": True, "norm_output": True}),
     "mtp": Pair(has_mtp=True),
     "mtp, gated": Pair("full attention", has_mtp=True),

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from docs.make.published import HEADS, PUBLISHED, Head, Published
-from honed.adapt.models.trainable import Pair, layer_attention, resolved, rope_of, why_untrained
+from honed.adapt.models.trainable import Pair, drafter_reasons, is_eagle3, layer_attention, resolved, rope_of, why_untrained
 
 PLAIN = ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")
 UNKNOWN = tuple(f"elsewhere.{name}" for name in PLAIN)
@@ -118,6 +118,56 @@ def test_what_is_not_published_yet(drafter: dict[str, Any], target: dict[str, An
 )
 def test_an_engine_s_own_reasons(facts: dict[str, Any], reasons: list[str]) -> None:
     assert why_untrained(Pair(**{"method": "dflash"} | facts)) == reasons
+
+
+EAGLE3S = {
+    "LlamaForCausalLM": [],
+    "Qwen3ForCausalLM": [],
+    "LlamaForCausalLMEagle3": [],
+    "Eagle3LlamaForCausalLM": [],
+    "DeepseekV3ForCausalLM": ["architecture Eagle3DeepseekV3ForCausalLM is not supported for training"],
+}
+DFLASHES = {
+    "DFlashDraftModel": [],
+    "DFlash2DraftModel": [],
+    "MuseGlimmerAssistantModel": [],
+    "LagunaForCausalLM": ["Laguna's drafter is not supported for training"],
+    "LiLiCorrDraftModel": ["vLLM 0.32 does not load a DFlash drafter with architecture LiLiCorrDraftModel"],
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "reasons"),
+    [
+        *(("eagle3", name, reasons) for name, reasons in EAGLE3S.items()),
+        *(("dflash", name, reasons) for name, reasons in DFLASHES.items()),
+    ],
+)
+def test_an_architecture_is_the_one_that_vllm_makes_of_it(method: str, name: str, reasons: list[str]) -> None:
+    """EAGLE-3's own trainer writes the plain name of the layers. Compared with vLLM's class."""
+    raw = {"architectures": [name], "model_type": "llama", "num_hidden_layers": 1}
+    assert why_untrained(Pair(method=method, drafter=raw)) == drafter_reasons(raw, method) == reasons
+    made = resolved(raw, method)
+    assert resolved(made, method)["architectures"] == resolved(made)["architectures"] == made["architectures"]
+    classes = pytest.importorskip("transformers").models.auto.configuration_auto.CONFIG_MAPPING
+    theirs = pytest.importorskip("vllm.transformers_utils.configs.eagle")
+    assert theirs.EAGLEConfig(classes["llama"](architectures=[name]), method=method).architectures == made["architectures"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "is_one"),
+    [
+        ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000}, True),
+        ({"architectures": ["LlamaForCausalLM"]}, False),
+        ({"architectures": ["DFlashDraftModel"], "draft_vocab_size": 32000}, False),
+        ({"architectures": ["Qwen3DSparkModel"], "draft_vocab_size": 32000}, False),
+        ({"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5", "draft_vocab_size": 32000}, False),
+        ({"draft_vocab_size": 32000}, False),
+    ],
+)
+def test_a_vocabulary_of_its_own_shows_a_plain_eagle3_drafter(raw: dict[str, Any], is_one: bool) -> None:
+    assert is_eagle3(raw) == is_one
+    assert any("Eagle3" in name for name in resolved(raw).get("architectures", ())) == is_one
 
 
 @pytest.mark.parametrize(

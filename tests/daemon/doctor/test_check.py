@@ -15,10 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import structlog
 from click.testing import Result
 from rich.console import Console
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from honed.adapt.protocol import wire
@@ -224,6 +226,20 @@ def test_memory_is_judged_for_the_drafter_that_a_command_names(tmp_path: Path, d
 
 LLAMA = {"model_type": "llama", "vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
 LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+
+
+def test_the_method_tells_the_shape_of_a_drafter_with_its_layers_plain_name(tmp_path: Path) -> None:
+    """It is the command's, or the version's."""
+    raw, drafter = LLAMA | {"architectures": ["LlamaForCausalLM"]}, tmp_path / "drafter"
+    drafter.mkdir()
+    (drafter / "config.json").write_text(json.dumps(raw))
+    tensors = ("fc.weight", "midlayer.hidden_norm.weight", "norm.weight")
+    save_file({name: np.ones(2, np.float32) for name in tensors}, drafter / "model.safetensors")
+    wanted = DrafterConfig.from_json(raw, "eagle3")
+    assert diagnose._named(["vllm", "serve", "m", "--spec-method", "eagle3", "--spec-model", str(drafter)]) == wanted
+    settings = load(None, {"paths": {"state_dir": tmp_path, "runtime_dir": tmp_path}}, {})
+    version = Registry(settings.paths.registry).import_checkpoint(drafter).version
+    assert diagnose._drafter(settings, {"drafters": {"active": version}}) == (wanted, "")
 
 
 def test_memory_is_judged_for_a_drafter_that_is_served_as_the_model(tmp_path: Path) -> None:

@@ -253,6 +253,12 @@ def test_a_pair_that_cannot_be_trained_is_named_before_the_engine_starts(
     assert all(part in check.text and check.cure for part, check in zip(says, found, strict=True))
 
 
+def test_an_eagle3_drafter_with_its_layers_plain_name_is_trained(tmp_path: Path) -> None:
+    raw = json.loads((TINY / "target" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}))
+    assert wrong(checks(command(*FLAGS, *speculative(method="eagle3", model=str(tmp_path))))) == []
+
+
 @pytest.mark.parametrize(
     ("method", "model_type", "says"),
     [

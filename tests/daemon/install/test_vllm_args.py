@@ -34,6 +34,7 @@ def test_flags_name_our_classes_and_dflash(tmp_path: Path) -> None:
     ("config", "k"),
     [
         ({"architectures": ["LlamaForCausalLMEagle3"]}, 5),
+        ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000}, 5),
         ({"speculators_model_type": "eagle3", "speculators_config": {"proposal_methods": [{"speculative_tokens": 3}]}}, 3),
     ],
 )
@@ -43,6 +44,25 @@ def test_an_eagle3_drafter_gets_its_method_and_its_draft_tokens(tmp_path: Path, 
     assert (found["method"], found["num_speculative_tokens"]) == ("eagle3", k)
     with pytest.raises(ValueError, match="DFlash drafters only"):
         vllm_args.make(RUNTIME_DIR, drafter=str(tmp_path), tree_slots=15)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "method"),
+    [
+        ("Qwen3-8B_eagle3", {}, "eagle3"),
+        ("head", {"method": "eagle3"}, "eagle3"),
+        ("EAGLE-Qwen3-8B", {"num_draft_tokens": 5}, "eagle"),
+        ("Qwen3-0.6B", {"num_draft_tokens": 5}, "draft_model"),
+    ],
+)
+def test_a_plain_architecture_is_of_the_method_that_vllm_takes(
+    tmp_path_factory: pytest.TempPathFactory, name: str, given: dict[str, Any], method: str
+) -> None:
+    folder = tmp_path_factory.mktemp("models") / name
+    folder.mkdir()
+    made = vllm_args.make(RUNTIME_DIR, drafter=drafter(folder, architectures=["LlamaForCausalLM"]), **given)
+    found = json.loads(made.flags[1])
+    assert (found["method"], found["num_speculative_tokens"]) == (method, 5)
 
 
 @pytest.mark.parametrize("name", ["mtp", "qwen3_next_mtp", "glm4_moe_mtp"])

@@ -276,6 +276,20 @@ def test_layers_that_a_config_leaves_to_vllm_are_three(tmp_path: Path) -> None:
     assert load_drafter(head, target).config == config
 
 
+@pytest.mark.parametrize(("name", "has_norms"), [("LlamaForCausalLM", False), ("Qwen3ForCausalLM", True)])
+def test_its_tensors_show_an_eagle3_drafter_with_its_layers_plain_name(tmp_path: Path, name: str, has_norms: bool) -> None:
+    """As its authors' trainer writes it, whether it has a vocabulary of its own or not."""
+    plain = {"architectures": [name]}
+    drafter = make_drafter(architectures=[f"Eagle3{name}"])
+    head, target = write_pair(tmp_path, drafter)
+    (head / "config.json").write_text(json.dumps(SMALL | plain))
+    assert load_drafter(head, target).config == drafter.config
+    for raw, method in ((SMALL | plain, "eagle3"), (SMALL | plain | {"draft_vocab_size": 30}, "")):
+        made = DrafterConfig.from_json(raw, method).eagle3
+        assert made is not None
+        assert made.has_head_norms == has_norms
+
+
 def test_a_drafter_of_another_target_is_refused(tmp_path: Path) -> None:
     head, target = write_pair(tmp_path, make_drafter())
     (target / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
