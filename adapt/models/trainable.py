@@ -42,6 +42,11 @@ _OPTIONAL_WINDOW = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 _NOT_IN_MIMO = ("qk_norm", "use_sliding_window", "dual_chunk_attention_config")
 """Options of vLLM's Qwen2 layers that the trainable head lacks."""
 SLIDING, FULL = "sliding_attention", "full_attention"
+TO_SAFETENSORS = (
+    'python -c "import glob, torch, safetensors.torch as s; s.save_file({k: v.contiguous().clone() for f in '
+    "glob.glob('pytorch_model*.bin') for k, v in torch.load(f, weights_only=True).items()}, 'model.safetensors')\""
+)
+"""Converts a folder's pickled weights."""
 
 
 class LayerAttention(NamedTuple):
@@ -64,6 +69,10 @@ class Pair:
     """Its config.json."""
     target_tensors: Collection[str] | None = None
     """Names in its files."""
+    drafter_files: Collection[str] = ()
+    """Names of the files in the drafter's own folder."""
+    target_files: Collection[str] = ()
+    """And in its target's."""
     pipeline_parallel_size: int = 1
     is_adaptive: bool = False
     """vLLM's own adaptive verification is on."""
@@ -89,6 +98,7 @@ def why_untrained(pair: Pair) -> list[str]:
         )
     elif pair.drafter is not None:
         found += drafter_reasons(pair.drafter, pair.method)
+    found += filter(None, (unread_weights("drafter", pair.drafter_files), unread_weights("target", pair.target_files)))
     if pair.target is not None and pair.target_tensors is not None:
         found += head_reasons(pair.target, pair.target_tensors)
         if pair.method == "mtp" and (scales := [name for name in pair.target_tensors if _is_scale_of_mtp(name)]):
@@ -109,6 +119,20 @@ def drafter_reasons(drafter: Mapping[str, Any], method: str = "") -> list[str]:
         return [f"{name} is not supported for training" for name in _mtp_trainer_lacks(resolved(text_config(drafter)))]
     found = [f"vLLM 0.32 does not load a DFlash drafter with {name}" for name in _vllm_lacks(raw)]
     return found or [f"{name} is not supported for training" for name in _trainer_lacks(raw)]
+
+
+def unread_weights(whose: str, files: Collection[str]) -> str:
+    """Why a drafter's or target's weights can't be read, by the names of its folder's files, and the cure; "" if they can.
+
+    Without any weights there nothing is known.
+    """
+    pickled = sorted(name for name in files if name.startswith("pytorch_model") and name.endswith(".bin"))
+    if not pickled or any(name.endswith(".safetensors") for name in files):
+        return ""
+    return (
+        f"the {whose}'s weights are in {pickled[0]}, and honed reads safetensors only: run `{TO_SAFETENSORS}` in a copy of "
+        "its folder, and start vLLM with that copy"
+    )
 
 
 def head_reasons(target: Mapping[str, Any], tensors: Collection[str]) -> list[str]:

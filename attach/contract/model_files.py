@@ -20,14 +20,26 @@ def pair_of(vllm_config: Any) -> Pair:
     """Facts of an engine's target and drafter, from the configuration that vLLM has resolved and the target's files."""
     speculative, model = vllm_config.speculative_config, getattr(vllm_config, "model_config", None)
     method, draft_model = str(getattr(speculative, "method", "") or ""), getattr(speculative, "draft_model_config", None)
+    target_folder = folder_of(model, vllm_config.load_config) if hasattr(model, "model") else ""
+    drafter_folder = draft_folder(vllm_config) if target_folder and hasattr(draft_model, "model") else ""
     return Pair(
         method=method,
         drafter=_config_of(draft_model) if method in METHODS else None,
         target=_config_of(model),
-        target_tensors=tensor_names(folder_of(model, vllm_config.load_config)) if hasattr(model, "model") else None,
+        target_tensors=tensor_names(target_folder) if target_folder else None,
+        drafter_files=_names_in(drafter_folder) if drafter_folder != target_folder else (),
+        target_files=_names_in(target_folder),
         pipeline_parallel_size=vllm_config.parallel_config.pipeline_parallel_size,
         is_adaptive=bool(getattr(speculative, "enable_adaptive_verification", False)),
     )
+
+
+def _names_in(folder: str) -> list[str]:
+    """Names of a folder's files; empty if there is no such folder."""
+    try:
+        return os.listdir(folder) if folder else []
+    except OSError:
+        return []
 
 
 def _config_of(model_config: Any) -> dict[str, Any] | None:

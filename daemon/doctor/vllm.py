@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import grp
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ UNTRAINED = "docs/training.md lists drafters that are trained; lengths are tuned
 
 ReadConfig = Callable[[str], dict[str, Any] | None]
 """A checkpoint's config.json; None if it isn't a folder on this machine."""
+ListFiles = Callable[[str], Collection[str]]
+"""Names of the files in a checkpoint's folder; empty if it isn't one on this machine."""
 
 
 def wants_trees(environment: Mapping[str, str]) -> bool:
@@ -49,7 +51,7 @@ def check_environment(environment: Mapping[str, str], subject: str) -> Iterator[
 
 
 def check_command(
-    command: VllmCommand, subject: str, read_config: ReadConfig, *, has_trees: bool | None = False
+    command: VllmCommand, subject: str, read_config: ReadConfig, list_files: ListFiles, *, has_trees: bool | None = False
 ) -> Iterator[Check]:
     """Check a command's flags and its drafter.
 
@@ -59,7 +61,8 @@ def check_command(
     command = command.resolved(read_config(command.model)) if command.model else command
     target = read_config(command.model) if command.model else None
     drafter = read_config(command.drafter) if command.drafter else None
-    found = [*_attaches(command, subject), *_speculates(command, subject, target), *_trains(command, subject, target, drafter)]
+    found = [*_attaches(command, subject), *_speculates(command, subject, target)]
+    found += _trains(command, subject, target, drafter, list_files)
     if has_trees is False and drafter is not None:
         found += _fits_block(command, subject, drafter)
     if has_trees:
@@ -122,7 +125,7 @@ def _runtime_dir(process: VllmProcess) -> str:
 
 
 def check_process(
-    process: VllmProcess, runtime_dir: str, group: int | None, registry: Path, read_config: ReadConfig
+    process: VllmProcess, runtime_dir: str, group: int | None, registry: Path, read_config: ReadConfig, list_files: ListFiles
 ) -> Iterator[Check]:
     """Check a running server: versions, environment, rights, command."""
     subject = f"vLLM (process {process.pid})"
@@ -147,7 +150,7 @@ def check_process(
         )
     yield from check_registry(process, registry, subject)
     has_trees = None if process.environment is None else wants_trees(process.environment)
-    yield from check_command(process.command, subject, read_config, has_trees=has_trees)
+    yield from check_command(process.command, subject, read_config, list_files, has_trees=has_trees)
 
 
 def check_registry(process: VllmProcess, registry: Path, subject: str) -> Iterator[Check]:
@@ -327,7 +330,11 @@ def _speculates(command: VllmCommand, subject: str, target: dict[str, Any] | Non
 
 
 def _trains(
-    command: VllmCommand, subject: str, target: dict[str, Any] | None, drafter: dict[str, Any] | None
+    command: VllmCommand,
+    subject: str,
+    target: dict[str, Any] | None,
+    drafter: dict[str, Any] | None,
+    list_files: ListFiles,
 ) -> Iterator[Check]:
     """Give the engine's answer in advance, as far as files and flags tell."""
     if not command.speculative:
@@ -339,6 +346,8 @@ def _trains(
             method=command.method,
             drafter=flat(drafter) if drafter is not None else None,
             target=target,
+            drafter_files=list_files(command.drafter) if command.drafter not in ("", command.model) else (),
+            target_files=list_files(command.model) if command.model else (),
             pipeline_parallel_size=command.pipeline_parallel_size,
             is_adaptive=command.speculative.get("enable_adaptive_verification") is True,
         )

@@ -44,6 +44,8 @@ class Published:
     """Names of the target's embedding, head and norm."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """What else its config.json says."""
+    files: tuple[str, ...] = ()
+    """Its weights, where they aren't safetensors."""
 
     def raw(self) -> dict[str, Any]:
         """The parts of its config.json that decide."""
@@ -65,7 +67,8 @@ class Published:
         """Why the pair can't be trained; empty if it can."""
         raw = self.raw()
         method = "eagle3" if is_eagle3(raw) else "dspark" if is_dspark(raw) else "dflash"
-        return why_untrained(Pair(method=method, drafter=raw, target={}, target_tensors=self.tensors))
+        pair = Pair(method=method, drafter=raw, target={}, target_tensors=self.tensors, drafter_files=self.files)
+        return why_untrained(pair)
 
     @property
     def traits(self) -> str:
@@ -111,10 +114,11 @@ def _eagle3(
     target: str,
     tensors: tuple[str, ...] = _NAMES,
     architecture: str = "LlamaForCausalLMEagle3",
+    files: tuple[str, ...] = (),
     **config: Any,
 ) -> Published:
     own = {"architectures": [architecture], "model_type": "llama", **_WORDS, **config}
-    return Published(drafter, target, 1, tensors=tensors, config=own)
+    return Published(drafter, target, 1, tensors=tensors, config=own, files=files)
 
 
 PUBLISHED = (
@@ -188,7 +192,12 @@ PUBLISHED = (
     ),
     Published("Laguna's DFlash", "Laguna", config={"architectures": ["DFlashLagunaForCausalLM"]}),
     *(_eagle3(f"RedHatAI/{name}-speculator.eagle3", f"{owner}/{name}", **more) for owner, name, more in _SPECULATORS_EAGLE3),
-    _eagle3("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "meta-llama/Llama-3.1-8B-Instruct", architecture="LlamaForCausalLM"),
+    _eagle3(
+        "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
+        "meta-llama/Llama-3.1-8B-Instruct",
+        architecture="LlamaForCausalLM",
+        files=("pytorch_model.bin",),
+    ),
     _eagle3("AngelSlim/Qwen3-1.7B_eagle3", "Qwen/Qwen3-1.7B", tensors=_TIED),
     _eagle3("AngelSlim/Qwen3-4B_eagle3", "Qwen/Qwen3-4B", tensors=_TIED),
     _eagle3("AngelSlim/Qwen3-8B_eagle3", "Qwen/Qwen3-8B"),

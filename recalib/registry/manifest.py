@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from honed.recalib.registry.tensor_file import TensorEntry, read_drafter_entries
 
 WEIGHTS, CONFIG, MANIFEST = "model.safetensors", "config.json", "manifest.json"
 INDEX = "model.safetensors.index.json"
-"""Lists the files of a sharded target. `head_of_target` reads it."""
-_CURE = f"a drafter checkpoint is one folder with {WEIGHTS} (not in shards) and {CONFIG}"
+"""Lists the files of a checkpoint in shards."""
+CHECKPOINT = f"a drafter checkpoint is one folder with {CONFIG} and safetensors"
 
 
 class RegistryError(ValueError):
@@ -105,9 +106,9 @@ def describe_checkpoint(folder: Path, version: str, created_unix_s: float = 0.0,
             **about,
         )
     except msgspec.DecodeError as error:
-        raise RegistryError(f"{config} is not JSON ({error}); {_CURE}") from error
+        raise RegistryError(f"{config} is not JSON ({error}); {CHECKPOINT}") from error
     except OSError as error:
-        raise RegistryError(f"{error.filename or folder} can't be read ({error.strerror}); {_CURE}") from error
+        raise RegistryError(f"{error.filename or folder} can't be read ({error.strerror}); {CHECKPOINT}") from error
 
 
 def read_drafter(weights: Path) -> tuple[list[TensorEntry], str]:
@@ -122,12 +123,17 @@ def read_drafter(weights: Path) -> tuple[list[TensorEntry], str]:
     try:
         entries = read_drafter_entries(weights)
     except OSError as error:
-        raise RegistryError(f"{error.filename or weights} can't be read ({error.strerror}); {_CURE}") from error
+        raise RegistryError(f"{error.filename or weights} can't be read ({error.strerror}); {CHECKPOINT}") from error
     except ValueError as error:
-        raise RegistryError(f"{weights} is not a sound safetensors file: {error}; {_CURE}") from error
-    if method := method_of(entry.name for entry in entries):
-        return entries, method
-    raise RegistryError(f"{weights} holds no drafter of method {' or '.join(METHODS)}, judging by its tensors' names")
+        raise RegistryError(f"{weights} is not a sound safetensors file: {error}; {CHECKPOINT}") from error
+    return entries, method_in(weights, (entry.name for entry in entries))
+
+
+def method_in(where: Path, names: Iterable[str]) -> str:
+    """Return vLLM's method that drafts with tensors of these names of ours. Raises RegistryError if none of ours does."""
+    if method := method_of(names):
+        return method
+    raise RegistryError(f"{where} holds no drafter of method {' or '.join(METHODS)}, judging by its tensors' names")
 
 
 def read_manifest(folder: Path) -> Manifest:

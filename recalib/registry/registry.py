@@ -42,6 +42,7 @@ from honed.recalib.registry.durable import (
 )
 from honed.recalib.registry.head_of_target import extract_head, is_head_alone
 from honed.recalib.registry.manifest import (
+    CHECKPOINT,
     CONFIG,
     INDEX,
     MANIFEST,
@@ -56,6 +57,7 @@ from honed.recalib.registry.manifest import (
     read_manifest,
     verify_files,
 )
+from honed.recalib.registry.one_file import gather_drafter
 from honed.recalib.registry.target_digest import digest_of_target
 
 __all__ = ["ALIASES", "Manifest", "Registry", "RegistryConflictError", "RegistryError"]
@@ -139,6 +141,8 @@ class Registry:
     def import_checkpoint(self, path: Path, *, target_path: str = "", note: str = "", user: User | None = None) -> Manifest:
         """Return the version with a checkpoint folder's weights and configuration; add it if there is none. Reads all bytes.
 
+        Weights in several files are one in the version.
+
         Args:
             target_path: the target that it drafts for; the same drafter of another target is another version.
             user: who named the folder, if somebody else; the user must be able to read it too.
@@ -147,6 +151,8 @@ class Registry:
             RegistryError: the folder isn't a drafter's checkpoint.
         """
         path = Path(path)
+        if (path / CONFIG).exists() and not (path / WEIGHTS).exists():
+            return self._import_parts(path, target_path, note, user)
         with ExitStack() as stack:
             try:
                 files = {name: stack.enter_context(open_regular(path / name)) for name in (CONFIG, WEIGHTS)}
@@ -158,10 +164,7 @@ class Registry:
                 read_drafter(path / WEIGHTS)  # before all of it is read: a target can be large
                 config_sha256, sha256 = (hashlib.file_digest(file, "sha256").hexdigest() for file in files.values())
             except OSError as error:
-                raise RegistryError(
-                    f"{error.filename or path} can't be read ({error.strerror}); a drafter checkpoint is one folder with "
-                    f"{WEIGHTS} (not in shards) and {CONFIG}"
-                ) from error
+                raise RegistryError(f"{error.filename or path} can't be read ({error.strerror}); {CHECKPOINT}") from error
             if (known := self._known(sha256, config_sha256, target_path)) is not None:
                 return known
 
@@ -173,6 +176,19 @@ class Registry:
 
             note = note or f"imported from {path}"
             return self.create(copy, scope="imported", target_path=target_path, note=note, is_unique=True)
+
+    def _import_parts(self, path: Path, target_path: str, note: str, user: User | None) -> Manifest:
+        """As `import_checkpoint`, of weights in shards, or in a file of another name."""
+        with self._temporary_folder() as folder:
+            try:
+                gather_drafter(path, folder, MAX_WEIGHTS_BYTES, user)
+            except RegistryError:
+                raise
+            except ValueError as error:
+                raise RegistryError(f"{path}: {error}") from error
+            except OSError as error:
+                raise RegistryError(f"{error.filename or path} can't be read ({error.strerror}); {CHECKPOINT}") from error
+            return self._add(folder, target_path, note or f"imported from {path}")
 
     def import_head(self, target: Path, *, target_path: str = "", note: str = "", user: User | None = None) -> Manifest:
         """Return the version with the MTP head of a target's checkpoint; add it if there is none. Reads all of the head.
@@ -193,15 +209,18 @@ class Registry:
                 raise RegistryError(f"{error}; name the folder of a target with an MTP head") from error
             except OSError as error:
                 raise RegistryError(f"{error.filename or target} can't be read ({error.strerror})") from error
-            if (known := self._known(sha256_file(folder / WEIGHTS), sha256_file(folder / CONFIG), target_path)) is not None:
-                return known
+            return self._add(folder, target_path, note or f"imported from {target}")
 
-            def move(into: Path) -> None:
-                for name in (WEIGHTS, CONFIG):
-                    (folder / name).rename(into / name)
+    def _add(self, folder: Path, target_path: str, note: str) -> Manifest:
+        """Return the version with the files of a temporary folder; move them into a new one if there is none."""
+        if (known := self._known(sha256_file(folder / WEIGHTS), sha256_file(folder / CONFIG), target_path)) is not None:
+            return known
 
-            note = note or f"imported from {target}"
-            return self.create(move, scope="imported", target_path=target_path, note=note, is_unique=True)
+        def move(into: Path) -> None:
+            for name in (WEIGHTS, CONFIG):
+                (folder / name).rename(into / name)
+
+        return self.create(move, scope="imported", target_path=target_path, note=note, is_unique=True)
 
     def _version_in(self, folder: Path, target_path: str) -> Manifest | None:
         """Find the version whose files these are, of a head that vLLM serves as a draft model."""

@@ -36,6 +36,7 @@ REFUSED = {
     "XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash": ["an attention sink"],
     "Laguna's DFlash": ["Laguna's drafter"],
     "deepseek-ai's DSpark for Gemma-4-12B": ["architecture Gemma4DSparkModel"],
+    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": ["the drafter's weights are in pytorch_model.bin"],
     "AQ-MedAI/Kimi-K25-eagle3": ["architecture Eagle3DeepseekV2ForCausalLM"],
 }
 
@@ -152,6 +153,23 @@ def test_an_architecture_is_the_one_that_vllm_makes_of_it(method: str, name: str
     classes = pytest.importorskip("transformers").models.auto.configuration_auto.CONFIG_MAPPING
     theirs = pytest.importorskip("vllm.transformers_utils.configs.eagle")
     assert theirs.EAGLEConfig(classes["llama"](architectures=[name]), method=method).architectures == made["architectures"]
+
+
+@pytest.mark.parametrize(
+    ("files", "where"),
+    [
+        (["config.json", "pytorch_model.bin"], "pytorch_model.bin"),
+        (["pytorch_model-00002-of-2.bin", "pytorch_model-00001-of-2.bin"], "pytorch_model-00001-of-2.bin"),
+        (["pytorch_model.bin", "model-00001-of-2.safetensors"], ""),
+        (["config.json", "training_args.bin"], ""),
+        ([], ""),
+    ],
+)
+def test_pickled_weights_are_no_training_s(files: list[str], where: str) -> None:
+    for whose in ("drafter", "target"):
+        found = why_untrained(Pair(method="dflash", **{f"{whose}_files": files}))  # type: ignore[arg-type]
+        assert len(found) == bool(where)
+        assert all(f"the {whose}'s weights are in {where}, and honed reads safetensors only: run" in one for one in found)
 
 
 @pytest.mark.parametrize(

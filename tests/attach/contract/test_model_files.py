@@ -107,6 +107,20 @@ def test_a_pair_is_judged_as_vllm_resolves_it_and_as_its_files_are(
     assert list(found.untrained) == drafter_reasons(raw), "the trainer's answer, and doctor's"
 
 
+@pytest.mark.parametrize("whose", ["drafter", "target"])
+def test_an_engine_captures_nothing_for_pickled_weights(tmp_path: Path, whose: str) -> None:
+    shutil.copytree(TINY, tmp_path / "tiny")
+    for file in (tmp_path / "tiny" / whose).glob("*.safetensors*"):
+        file.rename(file.with_name("pytorch_model.bin"))
+    arguments = pytest.importorskip("vllm.engine.arg_utils", reason="vLLM is not installed")
+    given = {"num_speculative_tokens": 7, "model": str(tmp_path / "tiny" / "drafter"), "method": "dflash"}
+    engine = arguments.EngineArgs(model=str(tmp_path / "tiny" / "target"), speculative_config=given, max_model_len=256)
+    found = check_features(engine.create_engine_config())
+    assert "capture" not in found.capabilities
+    (reason,) = found.untrained
+    assert reason.startswith(f"the {whose}'s weights are in pytorch_model.bin, and honed reads safetensors only")
+
+
 def test_an_engine_without_a_drafter_names_none() -> None:
     ngram = configured(None, method="ngram", prompt_lookup_max=4)
     assert ngram.speculative_config.draft_model_config.model == ngram.model_config.model, "vLLM names the target"

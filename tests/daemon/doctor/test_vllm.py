@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from benchmarks.make_pairs.kinds import make_dspark
+from honed.adapt.models.trainable import TO_SAFETENSORS
 from honed.attach.contract import compatibility
 from honed.daemon.doctor import vllm as doctor_vllm
 from honed.daemon.doctor import vllm_processes
 from honed.daemon.doctor.check import Check
-from honed.daemon.doctor.diagnose import read_config
+from honed.daemon.doctor.diagnose import list_files, read_config
 from honed.daemon.doctor.vllm_command import VllmCommand, parse
 from honed.daemon.doctor.vllm_processes import VllmProcess
 from honed.daemon.install.vllm_args import SCHEDULER, WORKER_EXTENSION
@@ -27,6 +28,7 @@ from tests.daemon.conftest import wait_for
 from tests.tools import ROOT
 
 TINY = ROOT / "benchmarks" / "tiny"
+READS = (lambda name: read_config(Path(name)), lambda name: list_files(Path(name)))
 FLAGS = ["--scheduler-cls", SCHEDULER, "--worker-extension-cls", WORKER_EXTENSION]
 
 
@@ -39,7 +41,7 @@ def command(*words: str) -> VllmCommand:
 
 
 def checks(found: VllmCommand) -> list[Check]:
-    return list(doctor_vllm.check_command(found, "vLLM", lambda name: read_config(Path(name))))
+    return list(doctor_vllm.check_command(found, "vLLM", *READS))
 
 
 def wrong(found: list[Check]) -> list[Check]:
@@ -146,7 +148,7 @@ def test_a_drafter_with_a_shorter_context(tmp_path: Path, positions: int, max_mo
 @pytest.mark.parametrize(("slots", "has_trees", "is_told"), [(7, False, False), (31, False, True), (31, True, False)])
 def test_slots_beyond_the_block_are_for_trees(slots: int, has_trees: bool, is_told: bool) -> None:
     words = command(*FLAGS, *speculative(num_speculative_tokens=slots))
-    found = wrong(list(doctor_vllm.check_command(words, "vLLM", lambda name: read_config(Path(name)), has_trees=has_trees)))
+    found = wrong(list(doctor_vllm.check_command(words, "vLLM", *READS, has_trees=has_trees)))
     assert [check.level for check in found] == ["warning"] * is_told
     assert all("block has 7" in check.text and "HONED_TREES=1" in check.cure for check in found)
 
@@ -163,7 +165,7 @@ def test_slots_beyond_the_block_are_for_trees(slots: int, has_trees: bool, is_to
 )
 def test_trees_that_a_command_cannot_have_are_told(flags: list[str], change: dict[str, Any], said: str) -> None:
     words = command(*FLAGS, *speculative(**change), *flags)
-    found = wrong(list(doctor_vllm.check_command(words, "vLLM", lambda name: read_config(Path(name)), has_trees=True)))
+    found = wrong(list(doctor_vllm.check_command(words, "vLLM", *READS, has_trees=True)))
     told = [check for check in found if check.text.startswith("HONED_TREES is set, but it verifies chains only: ")]
     assert len(told) == 1
     assert said in told[0].text
@@ -175,7 +177,7 @@ def test_dsparks_block_has_no_token_but_drafts(tmp_path: Path, slots: int, is_to
     make_dspark(tmp_path / "drafter")
     asked = {"method": "dspark", "model": str(tmp_path / "drafter"), "num_speculative_tokens": slots}
     words = command(*FLAGS, "--speculative-config", json.dumps(asked))
-    found = wrong(list(doctor_vllm.check_command(words, "vLLM", lambda name: read_config(Path(name)))))
+    found = wrong(list(doctor_vllm.check_command(words, "vLLM", *READS)))
     assert [check.text.endswith("block has 7: those beyond are hardly ever accepted") for check in found] == [True] * is_told
 
 
@@ -278,6 +280,15 @@ def test_an_mtp_head_is_judged_by_its_target(tmp_path: Path, method: str, model_
     assert all(part in check.text for part, check in zip(says, found, strict=True))
 
 
+def test_pickled_weights_are_named_before_the_engine_starts(tmp_path: Path) -> None:
+    shutil.copytree(TINY / "drafter", tmp_path / "drafter")
+    (tmp_path / "drafter" / "model.safetensors").rename(tmp_path / "drafter" / "pytorch_model.bin")
+    (found,) = wrong(checks(command(*FLAGS, *speculative(model=str(tmp_path / "drafter")))))
+    assert found.level == "warning"
+    assert "nothing is captured or retrained: the drafter's weights are in pytorch_model.bin" in found.text
+    assert TO_SAFETENSORS in found.text
+
+
 def test_newer_and_unreadable_versions() -> None:
     assert [c.level for c in doctor_vllm.check_version("0.34.0", "vLLM")] == ["warning"]
     assert [c.level for c in doctor_vllm.check_version("0.33.1", "vLLM")] == ["ok"]
@@ -306,7 +317,7 @@ def process(tmp_path: Path, **changes: Any) -> VllmProcess:
 
 def of_process(found: VllmProcess, group: int | None = 990) -> list[Check]:
     nowhere = Path("/nowhere/registry")
-    return list(doctor_vllm.check_process(found, "/run/honed", group, nowhere, lambda name: read_config(Path(name))))
+    return list(doctor_vllm.check_process(found, "/run/honed", group, nowhere, *READS))
 
 
 def test_a_sound_process_is_all_well(tmp_path: Path) -> None:

@@ -237,6 +237,88 @@ def test_import_of_half_a_checkpoint_says_what_is_missing(registry, drafter_fold
     assert registry.versions() == []
 
 
+TENSORS = {
+    "fc.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "midlayer.hidden_norm.weight": np.ones(3, np.float16),
+    "norm.weight": np.full(5, 2, np.float32),
+    "d2t": np.arange(4),
+}
+
+
+def make_parts(folder: Path) -> Path:
+    """An EAGLE-3 drafter in two shards."""
+    folder.mkdir()
+    names = sorted(TENSORS)
+    files = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file({name: TENSORS[name] for name in names if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["shards", "no index", "another name"])
+def test_a_drafter_in_several_files_is_one_file_in_its_version(registry, tmp_path, kind):
+    folder = make_parts(tmp_path / "parts")
+    if kind != "shards":
+        (folder / "model.safetensors.index.json").unlink()
+    if kind == "another name":
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
+        save_file(TENSORS, folder / "head.safetensors")
+    version = registry.import_checkpoint(folder, target_path="/nowhere")
+    assert (version.method, version.scope) == ("eagle3", "imported")
+    found = load_file(registry.path(version.version) / "model.safetensors")
+    assert found.keys() == TENSORS.keys()
+    assert all(np.array_equal(found[name], TENSORS[name]) and found[name].dtype == TENSORS[name].dtype for name in found)
+    assert registry.import_checkpoint(folder, target_path="/nowhere") == version
+    assert registry.versions() == [version]
+
+
+def test_parts_that_make_no_drafter_are_refused(registry, tmp_path, monkeypatch):
+    folder = make_parts(tmp_path / "parts")
+    monkeypatch.setattr("honed.recalib.registry.registry.MAX_WEIGHTS_BYTES", 50)
+    with pytest.raises(RegistryError, match="its tensors have 82 bytes, a drafter's at most 50"):
+        registry.import_checkpoint(folder)
+    save_file({"model.norm.weight": TENSORS["norm.weight"]}, folder / "model-0.safetensors")
+    with pytest.raises(RegistryError, match="parts holds no drafter of method dflash"):
+        registry.import_checkpoint(folder)
+    (folder / "model-0.safetensors").write_bytes(b"")
+    with pytest.raises(RegistryError, match="parts: 0 bytes long, shorter than a safetensors header"):
+        registry.import_checkpoint(folder)
+    assert list((registry.root / "versions").iterdir()) == []
+
+
+def test_parts_that_their_user_cannot_read_are_not_copied(registry, open_folder):
+    folder = make_parts(open_folder / "parts")
+    for one in (open_folder, folder):
+        one.chmod(0o755)
+    for file in folder.iterdir():
+        file.chmod(0o644)
+    nobody = User(65534, 65534)
+    (folder / "model-1.safetensors").chmod(0o600)
+    with pytest.raises(RegistryError, match="user 65534, whose engine names it, can't read it"):
+        registry.import_checkpoint(folder, user=nobody)
+    (folder / "model-1.safetensors").chmod(0o644)
+    assert registry.import_checkpoint(folder, user=nobody).state == "ready"
+
+
+def test_pickled_weights_are_refused_with_the_line_that_converts_them(registry, tmp_path):
+    torch = pytest.importorskip("torch")
+    (tmp_path / "config.json").write_text("{}")
+    tensors = {name: torch.from_numpy(tensor) for name, tensor in TENSORS.items()}
+    torch.save(tensors | {"lm_head.weight": tensors["fc.weight"]}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(RegistryError, match=r"weights are in pytorch_model\.bin, and honed reads safetensors only") as refused:
+        registry.import_checkpoint(tmp_path)
+    assert not isinstance(refused.value.__cause__, OSError), "the cure isn't about who may read it"
+    with pytest.raises(RegistryError, match=r"the target's weights are in pytorch_model\.bin"):
+        registry.import_head(tmp_path)
+    command = str(refused.value).split("`")[1].replace("python", sys.executable, 1)
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True, timeout=120)
+    version = registry.import_checkpoint(tmp_path)
+    assert load_file(registry.path(version.version) / "model.safetensors").keys() == TENSORS.keys() | {"lm_head.weight"}
+
+
 @pytest.mark.fault("a pipe in place of a checkpoint")
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_only_regular_files_are_imported(registry, drafter_folder, name):
