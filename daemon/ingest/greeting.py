@@ -65,7 +65,7 @@ class Greeting:
         """Engines whose version will be looked for, and their paths. They say hello every second meanwhile."""
 
     def greet(self, engine: Engine) -> None:
-        """Store the engine's hello and welcome it, at once if its version is known."""
+        """Store the engine's hello and welcome it, at once if it needs no version."""
         hello = engine.hello
         assert hello is not None
         engine.boot.user = self._user_of(engine.peer)  # now: it is unknown once the connection has ended
@@ -75,11 +75,16 @@ class Greeting:
         self._store.keep(state, lambda db: batch_tables.save_hello(db, hello.engine_id, hello.boot_id, text, now_ns))
         log.info("engine says hello", engine_id=hello.engine_id, boot_id=hello.boot_id, model=hello.model_name)
         self._on_hello(engine, hello)
-        if engine.live_version:
+        if self._needs_no_version(engine):
             self._welcome(engine)
             self._in_background(lambda: self._learn_target(hello.target_path), hello.target_path)
         else:
             self._look_for_version(engine, hello)
+
+    def _needs_no_version(self, engine: Engine) -> bool:
+        """Whether the registry has the version that an engine names, or its weights are nobody's version."""
+        live = engine.live_version
+        return live in (wire.LOST_DRAFTER, wire.FOREIGN_DRAFTER) or (live != "" and self._is_kept(live))
 
     def _look_for_version(self, engine: Engine, hello: wire.EngineHello) -> None:
         awaited = (engine.engine_id, *_paths(hello))
@@ -115,7 +120,7 @@ class Greeting:
             if version and version != engine.boot.own_version:
                 engine.boot.own_version = version
                 self._keep(engine.boot)
-            if engine.live_version == "":
+            if version and not self._needs_no_version(engine):
                 engine.live_version = version
             self._welcome(engine)
 

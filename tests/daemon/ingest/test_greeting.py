@@ -88,6 +88,24 @@ def test_an_engine_that_names_its_version_is_welcome_at_once(host: Host, store: 
     assert store.read("SELECT hello FROM boots")[0]["hello"].startswith('{"type":"EngineHello"')
 
 
+@pytest.mark.fault("an engine that names a version of a registry that is gone")
+def test_an_engine_that_names_a_version_that_is_not_kept_is_looked_for(host: Host) -> None:
+    """After the state folder was lost it had no version, and none was active, until vLLM was started again."""
+    host.removed.add("v0007-fed")
+    engine = host.greet("v0007-fed")
+    assert host.sent == []
+    host.work()
+    assert [welcome.drafter_version for welcome in host.sent] == ["v0001-abc"]
+    assert engine.live_version == engine.boot.own_version == "v0001-abc"
+
+
+@pytest.mark.parametrize("version", [wire.LOST_DRAFTER, wire.FOREIGN_DRAFTER])
+def test_an_engine_whose_weights_are_no_version_is_welcome_at_once(host: Host, version: str) -> None:
+    host.removed.add(version)
+    assert host.greet(version).live_version == version
+    assert [welcome.drafter_version for welcome in host.sent] == [version]
+
+
 def test_another_one_waits_until_its_checkpoint_was_read(host: Host) -> None:
     engine = host.greet()
     assert (host.sent, host.calls) == ([], ["hello"])
