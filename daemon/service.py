@@ -365,6 +365,7 @@ class Service:
         """Once a second: handle deadlines and lost peers. Where a part fails, as on a bad disk, the others go on."""
         for part in (
             lambda _: self.overrides.expire(),
+            lambda now_s: self.greeting.tick(self.engines.connected(now_s), now_s),
             self.swaps.tick,
             self.canaries.tick,
             self.lifecycle.tick,

@@ -105,6 +105,7 @@ FAULTS = (
     "an engine that doesn't answer its swap",
     "a pipe in place of a checkpoint",
     "a checkpoint read again at every hello",
+    "a drafter that couldn't be read once is never looked at again",
     "an engine that names a version of a registry that is gone",
     "engines that wait behind replays of the log",
     "a reader that holds up engines",

@@ -36,7 +36,7 @@ LAYERS: dict[str, tuple[set[str], ...]] = {
         {"plugin", "scheduler", "worker"},
     ),
     "daemon": (
-        {"errors", "background", "log_stream"},
+        {"errors", "background", "log_stream", "retry"},
         {"settings"},
         {"store", "client", "install"},
         {"ingest", "calibration"},

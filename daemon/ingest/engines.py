@@ -11,6 +11,7 @@ import structlog
 from honed.adapt.protocol.wire import FOREIGN_DRAFTER, EngineHello, EngineStatus, Policy
 from honed.daemon.errors import UnknownError, there_are
 from honed.daemon.ingest.sequences import BootSequence
+from honed.daemon.retry import Retry
 from honed.daemon.store.batch_tables import StoredBatch, save_facts, save_seen
 from honed.daemon.store.rollups import Counts
 from honed.daemon.store.store import Store
@@ -97,6 +98,12 @@ class Engine:
     """Remark about this engine for the operator."""
     is_lost: bool = False
     is_replaced: bool = False
+    drafter_note: str = ""
+    """Why the drafter that it came with isn't in the registry; "" if it is, or if it has none that honed trains."""
+    is_welcome: bool = False
+    """True once its latest hello was answered."""
+    reading: Retry = field(default_factory=Retry)
+    """Further attempts to read its drafter and its target."""
     """True once another boot is the engine's latest one: it needs no controller any more."""
 
     @property

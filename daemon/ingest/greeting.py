@@ -1,7 +1,8 @@
 """Answers an engine's hello with the committed number and the engine's registered version.
 
 An engine sends nothing before its welcome, which needs its version. Reading an unknown checkpoint takes long, so it happens
-in the background: one after another of the same folder, those of several folders at the same time.
+in the background: one after another of the same folder, those of several folders at the same time. What couldn't be read is
+looked at again with growing pauses: the disk may have room by then, or the mount answer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Greeting:
         in_background: runs a job; those that touch the same thing, its second argument, one after another.
         identify: returns the registry's version of the checkpoint of a user's hello, "" without one; may read all of it.
         is_kept: whether a version is in the registry.
-        learn_target: reads what tells a target from others.
+        learn_target: reads what tells a target from others; returns whether it is known then.
         on_hello: called before the version is known.
         on_welcome: called after the welcome.
         keep: stores a boot's own version.
@@ -51,7 +52,7 @@ class Greeting:
         user_of: Callable[[bytes], User | None],
         identify: Callable[[wire.EngineHello, User | None], str],
         is_kept: Callable[[str], bool],
-        learn_target: Callable[[str], None],
+        learn_target: Callable[[str], bool],
         on_hello: Callable[[Engine, wire.EngineHello], None],
         on_welcome: Callable[[Engine], None],
         keep: Callable[[Boot], None],
@@ -74,17 +75,36 @@ class Greeting:
         state = ("hello", hello.engine_id)
         self._store.keep(state, lambda db: batch_tables.save_hello(db, hello.engine_id, hello.boot_id, text, now_ns))
         log.info("engine says hello", engine_id=hello.engine_id, boot_id=hello.boot_id, model=hello.model_name)
+        engine.is_welcome = False
         self._on_hello(engine, hello)
         if self._needs_no_version(engine):
             self._welcome(engine)
-            self._in_background(lambda: self._learn_target(hello.target_path), hello.target_path)
+            self._learn_soon(engine, hello)
         else:
             self._look_for_version(engine, hello)
+
+    def tick(self, engines: list[Engine], now_s: float) -> None:
+        """Look again for what couldn't be read of connected engines, where that is due."""
+        for engine in engines:
+            if (hello := engine.hello) is None or not engine.reading.is_due(now_s):
+                continue
+            if self._needs_no_version(engine) and not engine.drafter_note:
+                self._learn_soon(engine, hello)
+            else:
+                self._look_for_version(engine, hello)
 
     def _needs_no_version(self, engine: Engine) -> bool:
         """Whether the registry has the version that an engine names, or its weights are nobody's version."""
         live = engine.live_version
         return live in (wire.LOST_DRAFTER, wire.FOREIGN_DRAFTER) or (live != "" and self._is_kept(live))
+
+    def _learn_soon(self, engine: Engine, hello: wire.EngineHello) -> None:
+        self._in_background(lambda: self._learn(engine, hello), hello.target_path)
+
+    def _learn(self, engine: Engine, hello: wire.EngineHello) -> None:
+        if not self._learn_target(hello.target_path):
+            with self._lock:
+                engine.reading.is_wanted = True
 
     def _look_for_version(self, engine: Engine, hello: wire.EngineHello) -> None:
         awaited = (engine.engine_id, *_paths(hello))
@@ -95,6 +115,7 @@ class Greeting:
 
     def _identify_and_welcome(self, engine: Engine, awaited: tuple[str, str, str]) -> None:
         version = note = ""
+        is_read = False
         with self._lock:
             self._awaited.discard(awaited)  # a hello from now on may come from files that changed
             hello, user = engine.hello, engine.boot.user
@@ -102,11 +123,14 @@ class Greeting:
         if (engine.engine_id, *_paths(hello)) != awaited:
             return  # another job looks for what it has named since
         try:
+            is_target_known = self._learn_target(hello.target_path)
             version = self._identify(hello, user)
+            is_read = is_target_known
         except RegistryError as error:
             cure = f"; {READABLE}" if isinstance(error.__cause__, OSError) else ""
             note = f"its drafter can't be retrained: {error}{cure}"
-            log.error("the engine's drafter can't be registered", path=hello.drafter_path, error=str(error))
+            if note != engine.drafter_note:
+                log.error("the engine's drafter can't be registered", path=hello.drafter_path, error=str(error))
         except Exception as error:
             log.exception("the engine's drafter can't be registered", error=str(error))
         with self._lock:
@@ -116,16 +140,18 @@ class Greeting:
             if version and not self._is_kept(version):  # removed since it was found
                 self._look_for_version(engine, engine.hello)
                 return
-            engine.note = engine.note or note
+            engine.drafter_note, engine.reading.is_wanted = note, not is_read
             if version and version != engine.boot.own_version:
                 engine.boot.own_version = version
                 self._keep(engine.boot)
-            if version and not self._needs_no_version(engine):
+            is_news = version != "" and not self._needs_no_version(engine)
+            if is_news:
                 engine.live_version = version
-            self._welcome(engine)
+            if is_news or not engine.is_welcome:
+                self._welcome(engine)
 
     def _welcome(self, engine: Engine) -> None:
-        boot = engine.boot
+        boot, engine.is_welcome = engine.boot, True
         boot.sequence.welcome(engine.peer)
         welcome = wire.Welcome(
             daemon_id=self._daemon_id,

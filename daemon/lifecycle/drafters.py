@@ -61,7 +61,6 @@ class Drafters:
         Raises:
             RegistryError: it can't be read here, isn't a drafter's or can't be registered.
         """
-        self.learn_target(hello.target_path)
         if not hello.drafter_path or hello.method not in METHODS:
             return ""
         if user is None:
@@ -100,15 +99,22 @@ class Drafters:
             if changes:
                 self.registry.set_aliases(changes)
 
-    def learn_target(self, target_path: str) -> None:
-        """Read a target's digest for `is_for`, unless its files are those of last time. Don't call it with the lock held."""
+    def learn_target(self, target_path: str) -> bool:
+        """Read a target's digest for `is_for`, unless its files are those of last time. Don't call it with the lock held.
+
+        Returns whether the digest is known now.
+        """
         stamp = stamp_of_target(target_path)
         known = self._targets.get(target_path)
-        if stamp is not None and (known is None or known[0] != stamp):
-            digest = digest_of_target(target_path)
-            if len(self._targets) >= MOST_IDENTIFIED:
-                self._targets.clear()
-            self._targets[target_path] = stamp, digest
+        if stamp is None or (known is not None and known[0] == stamp):
+            return known is not None
+        self._targets.pop(target_path, None)
+        if not (digest := digest_of_target(target_path)):
+            return False
+        if len(self._targets) >= MOST_IDENTIFIED:
+            self._targets.clear()
+        self._targets[target_path] = stamp, digest
+        return True
 
     def digest_of(self, target_path: str) -> str:
         """A target's digest as it was learned; "": unknown."""

@@ -107,7 +107,7 @@ def engine_view(engine: Engine, now_s: float, is_connected: bool, recent: Counts
         boot_id=boot.boot_id,
         connected=is_connected,
         asleep=engine.is_asleep,
-        note="; ".join(filter(None, (engine.note, hint))),
+        note="; ".join(filter(None, (engine.note, engine.drafter_note, hint))),
         model_name=hello.model_name if hello else "",
         target_path=hello.target_path if hello else "",
         vllm_version=hello.vllm_version if hello else "",

@@ -23,6 +23,7 @@ from honed.recalib.registry.access import User
 from tests.daemon.conftest import flags_in, wait_for
 from tests.daemon.fake_engine import FakeEngine
 
+from tests.daemon.lifecycle.test_lifecycle import write_checkpoint
 MakeEngine = Callable[..., FakeEngine]
 
 
@@ -343,6 +344,19 @@ def test_a_stop_leaves_a_job_that_does_not_end(service: Service, monkeypatch: py
 
 
 @pytest.mark.fault("a mount that hangs under one engine's drafter")
+@pytest.mark.fault("a drafter that couldn't be read once is never looked at again")
+def test_a_drafter_that_comes_late_is_registered_while_the_engine_serves(
+    service: Service, make_engine: MakeEngine, folder: Path
+) -> None:
+    engine = make_engine()
+    assert engine.hello(drafter_path=str(folder / "drafter")).drafter_version == ""
+    assert "can't be retrained" in views.engines(service)[0]["note"]
+    write_checkpoint(folder / "drafter", 0.0)
+    version = engine.expect(wire.Welcome, lambda welcome: welcome.drafter_version != "").drafter_version
+    assert views.engines(service)[0]["note"] == ""
+    assert service.drafters.aliases()["floor"] == service.drafters.active == version
+
+
 def test_other_engines_are_welcome_while_one_engine_s_files_hang(service: Service, make_engine: MakeEngine) -> None:
     # All was read on one thread: no engine was welcomed until the mount answered, and the status said nothing.
     identify, begun, go_on = service.greeting._identify, threading.Event(), threading.Event()

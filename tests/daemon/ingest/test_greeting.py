@@ -30,6 +30,8 @@ class Host:
         self.sent: list[wire.Welcome] = []
         self.calls: list[str] = []
         self.learned: list[str] = []
+        self.unreadable: set[str] = set()
+        """Targets that can't be read."""
         self.removed: set[str] = set()
         self._jobs: list[Callable[[], None]] = []
         self.greeting = Greeting(
@@ -43,7 +45,7 @@ class Host:
             user_of=self.users.get,
             identify=self._identify,
             is_kept=lambda version: version not in self.removed,
-            learn_target=self.learned.append,
+            learn_target=self._learn_target,
             on_hello=lambda engine, hello: self.calls.append("hello"),
             on_welcome=lambda engine: self.calls.append("welcome"),
             keep=self.engines.keep,
@@ -52,6 +54,14 @@ class Host:
     def _identify(self, hello: wire.EngineHello, user: User | None) -> str:
         self.asked.append(user)
         return self.identify(hello)
+
+    def _learn_target(self, target_path: str) -> bool:
+        self.learned.append(target_path)
+        return target_path not in self.unreadable
+
+    def tick(self, now_s: float) -> None:
+        self.greeting.tick(list(self.engines.by_id.values()), now_s)
+        self.work()
 
     def greet(self, version: str = "", drafter_path: str = "") -> Engine:
         fields: dict[str, Any] = dict.fromkeys(
@@ -198,4 +208,48 @@ def test_an_engine_whose_drafter_cannot_be_read_is_welcome_all_the_same(host: Ho
     engine = host.greet()
     host.work()
     assert [welcome.drafter_version for welcome in host.sent] == [""]
-    assert engine.note == note
+    assert engine.drafter_note == note
+
+
+@pytest.mark.fault("a drafter that couldn't be read once is never looked at again")
+def test_an_engine_whose_drafter_cannot_be_read_yet_is_looked_at_again(host: Host) -> None:
+    """After a full disk or a mount that came late, nothing was retrained until vLLM or the daemon was started again."""
+    errors = [UNREAD, RegistryError("No space left on device"), RegistryError("No space left on device")]
+
+    def identify(hello: wire.EngineHello) -> str:
+        if errors:
+            raise errors.pop(0)
+        return "v0001-abc"
+
+    host.identify = identify
+    engine = host.greet()
+    host.work()
+    host.tick(100.0)
+    assert engine.drafter_note == "its drafter can't be retrained: No space left on device"
+    for now_s in (101.0, 109.0):
+        host.tick(now_s)
+    assert len(errors) == 1, "not again at once"
+    host.tick(110.0)
+    host.tick(129.0)
+    assert len(host.sent) == 1, "what brings no news is no welcome"
+    host.tick(130.0)
+    assert [welcome.drafter_version for welcome in host.sent] == ["", "v0001-abc"]
+    assert (engine.live_version, engine.boot.own_version, engine.drafter_note) == ("v0001-abc", "v0001-abc", "")
+    for now_s in (1e4, 2e4):
+        host.tick(now_s)
+    assert len(host.sent) == 2
+    assert len(host.asked) == 4, "it is read no more"
+
+
+def test_a_target_that_cannot_be_read_yet_is_read_again_while_the_engine_is_served(host: Host) -> None:
+    host.unreadable.add("/models/tiny")
+    host.greet()
+    host.work()
+    host.tick(100.0)
+    host.unreadable.clear()
+    host.tick(110.0)
+    assert len(host.learned) == 3
+    host.tick(1e4)
+    assert len(host.learned) == 3
+    assert [welcome.drafter_version for welcome in host.sent] == ["v0001-abc"]
+    assert len(host.asked) == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from honed.daemon.lifecycle import drafters as module
 from honed.daemon.lifecycle.drafters import Drafters
 from honed.recalib.registry.access import User
 from honed.recalib.registry.registry import Registry, RegistryError
@@ -66,3 +67,19 @@ def test_a_floor_whose_file_was_removed_is_set_again(drafters: Drafters, tmp_pat
     assert identify(drafters, tmp_path / "one", 1.0) == first
     assert drafters.aliases()["floor"] == first
     assert drafters.faults() == {}
+
+
+@pytest.mark.fault("a drafter that couldn't be read once is never looked at again")
+def test_a_target_that_could_not_be_read_is_read_again(
+    drafters: Drafters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files hadn't changed since, so its digest stayed unknown: no version for it was fetched from other hosts."""
+    target = tmp_path / "target"
+    write_checkpoint(target, 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "digest_of_target", lambda path: "")
+        assert not drafters.learn_target(str(target))
+    assert drafters.digest_of(str(target)) == ""
+    assert drafters.learn_target(str(target))
+    assert drafters.digest_of(str(target)) != ""
+    assert not drafters.learn_target(str(tmp_path / "nowhere"))

@@ -153,7 +153,7 @@ def test_a_target_that_an_engine_takes_for_its_drafter_is_never_a_version(
         plain.turn()
         drafting.serve(lambda: service.live.workloads() >= {("engine-0", "default")}, "rounds")
         assert drafting.swaps == plain.swaps == []
-        note = service.engines.by_id["plain"].note
+        note = service.engines.by_id["plain"].drafter_note
         assert ("holds no drafter" in note) == (method == "dflash")
         assert "/home" not in note, "it can be read"
     finally:
