@@ -371,7 +371,7 @@ class Service:
             self.lifecycle.tick,
             self.checksums.tick,
             self.recalibrations.tick,
-            lambda _: self.purges.tick(),
+            self.purges.tick,
             self.sharing.tick,
             self.engines.tick,
         ):

@@ -119,6 +119,7 @@ FAULTS = (
     "rounds dated later than now",
     "a database deleted while it is in use",
     "an update of the target while no daemon runs",
+    "a purge after an update of the target that failed once",
     "a damaged database blamed on permissions",
     "stored records that can't be read",
     "a ring that no writer made",

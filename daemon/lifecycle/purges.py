@@ -2,7 +2,7 @@
 
 A connected trainer does all of it and reports it. Without one (a host without `[train]` fills its ring too), or if it falls
 silent, the daemon erases the files. A trainer that hangs finds later that its rings were purged, and deletes what it had read
-from them. A purge succeeds only when nothing is left.
+from them. A purge succeeds only when nothing is left. One that a target's update asked for is repeated until then.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import structlog
 from honed.adapt.protocol import wire
 from honed.daemon.errors import ConflictError
 from honed.daemon.ingest.trainer import Trainer
+from honed.daemon.retry import Retry
 from honed.daemon.store.journal import Journal
 from honed.daemon.store.operations import Operation, Operations
 from honed.recalib.samples.ring_reader import MOST_PROBLEMS, RingReader
@@ -48,9 +49,11 @@ class Purges:
         self._lock, self._in_background = lock, in_background
         self._operation: Operation | None = None
         self._is_erasing = False
-        self._is_due_again = False
-        self._on_success: list[Callable[[], object]] = []
-        self._on_next_success: list[Callable[[], object]] = []
+        self._on_success: dict[str, Callable[[], object]] = {}
+        """Maps engines whose target was updated to what is called once nothing of before is left."""
+        self._on_next_success: dict[str, Callable[[], object]] = {}
+        """Those whose target was updated during the running purge: another one follows it."""
+        self._retry = Retry()
 
     def purge(self, *, reason: str, actor: str, key: str | None = None) -> Operation:
         """Delete every sample. Raises ConflictError while an earlier purge is running."""
@@ -69,14 +72,13 @@ class Purges:
         """Delete samples of the target's old weights; if a purge is running, purge again afterwards.
 
         Args:
-            on_success: called once nothing of them is left. After a failure or a restart the update has to be told again.
+            on_success: called once nothing of them is left. After a restart the update has to be told again.
         """
         if self._operation is None:
-            self._on_success = [on_success]
+            self._on_success[engine_id] = on_success
             self.purge(reason=f"the target of engine {engine_id} was updated", actor="honed")
         else:
-            self._is_due_again = True
-            self._on_next_success.append(on_success)
+            self._on_next_success[engine_id] = on_success
 
     def on_trainer(self, message: wire.TrainerHello | wire.Purged) -> None:
         """Handle the trainer's report, or its restart, after which it may have missed the request."""
@@ -88,9 +90,12 @@ class Purges:
         elif message.operation_id == operation.operation_id:
             self._finish(message.problems)
 
-    def tick(self) -> None:
-        """Detect a trainer that is gone."""
-        if self._operation is not None and not self._is_erasing and not self._trainer.is_connected:
+    def tick(self, now_s: float) -> None:
+        """Detect a trainer that is gone; repeat what has failed, with growing pauses."""
+        if self._operation is None:
+            if self._retry.is_due(now_s):
+                self.purge(reason="samples of a target that was updated are left", actor="honed")
+        elif not self._is_erasing and not self._trainer.is_connected:
             self._erase()
 
     def _ask(self) -> None:
@@ -115,11 +120,14 @@ class Purges:
         assert self._operation is not None
         operation, self._operation = self._operation, None
         self._operations.finish(operation, "failed" if problems else "succeeded", error="; ".join(problems))
-        for call in self._on_success if not problems else ():
-            call()
-        self._on_success, self._on_next_success = self._on_next_success, []
-        if self._is_due_again:
-            self._is_due_again = False
+        if problems:
+            self._retry.is_wanted = bool(self._on_success)
+        else:
+            for call in self._on_success.values():
+                call()
+            self._on_success, self._retry = {}, Retry()
+        if self._on_next_success:
+            self._on_success, self._on_next_success = self._on_success | self._on_next_success, {}
             self.purge(reason="a target was updated meanwhile", actor="honed")
 
 

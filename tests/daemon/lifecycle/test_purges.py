@@ -15,6 +15,7 @@ from honed.adapt.protocol import wire
 from honed.attach.capture.ring_writer import RingWriter
 from honed.daemon.api.app import make_app
 from honed.daemon.lifecycle.purges import erase_files
+from honed.daemon.retry import Retry
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings, load
 from honed.recalib.config.trainer import SampleSettings
@@ -123,11 +124,11 @@ def test_for_a_trainer_that_falls_silent_the_daemon_does_it(
     trainer.introduce()
     operation_id = purge(client)
     with service.lock:
-        service.purges.tick()
+        service.purges.tick(service.monotonic())
     assert holding(written) == written
     with service.lock:
         service.trainer._seen_s -= settings.recalibration.trainer_lost_s + 1.0
-        service.purges.tick()
+        service.purges.tick(service.monotonic())
     assert ended(client, operation_id)["state"] == "succeeded"
     assert holding(written) == []
     trainer.send(wire.Purged(operation_id=operation_id))  # late, and no news
@@ -246,6 +247,27 @@ def test_an_update_whose_purge_was_cut_off_counts_again(purging: Service) -> Non
     update_target(again, 1)
     wait_for(lambda: sorted(states(again)) == ["failed", "succeeded"], "the purge")
     again.stop()
+
+
+@pytest.mark.fault("a purge after an update of the target that failed once")
+def test_an_update_whose_purge_failed_is_purged_again_by_the_same_daemon(
+    purging: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The update counted already, so samples of the old weights were trained on until the daemon was started again."""
+    written, problems = write_samples(purging.settings.paths), [["Input/output error"], ["Input/output error"]]
+
+    def erase(engines_dir: Path, spill_dir: Path) -> list[str]:
+        return problems.pop() if problems else erase_files(engines_dir, spill_dir)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("honed.daemon.lifecycle.purges.erase_files", erase)
+        patch.setattr(purging.purges, "_retry", Retry(_pause_s=0.1))
+        update_target(purging, 0, 1)
+        wait_for(lambda: not holding(written), "the purge")
+    wait_for(lambda: sorted(states(purging)) == ["failed", "failed", "succeeded"], "its end")
+    with purging.lock:
+        purging.purges.tick(purging.monotonic() + 1e6)
+    assert len(states(purging)) == 3, "nothing is left to purge"
 
 
 def test_an_update_while_a_purge_is_under_way_is_followed_by_another_one(purging: Service) -> None:
