@@ -410,6 +410,7 @@ class Service:
     def _forget(self, engine_id: str) -> None:
         self.load.forget(engine_id)
         self.steering.forget(engine_id)
+        self.swaps.forget(engine_id)
         for key in [key for key in self.decisions if key[0] == engine_id]:
             del self.decisions[key]
 

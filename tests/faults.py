@@ -107,6 +107,7 @@ FAULTS = (
     "a checkpoint read again at every hello",
     "a drafter that couldn't be read once is never looked at again",
     "an engine that names a version of a registry that is gone",
+    "engines that are gone for good and never forgotten",
     "engines that wait behind replays of the log",
     "a reader that holds up engines",
     "a thousand hellos at once",

@@ -149,7 +149,7 @@ def add_reading(app: APIRouter, service: Service) -> None:
 
     @app.get("/v1/engines", response_model=list[EngineView])
     def engines() -> Any:
-        """Engines attached since the daemon started."""
+        """Engines attached since the daemon started, without those that were away for a day."""
         return views.engines(service)
 
     @app.get("/v1/engines/{engine_id}/beliefs")

@@ -64,6 +64,8 @@ class LoadHistory:
         slots = self._slots.get(engine_id)
         if slots is None:
             if len(self._slots) >= MOST_ENGINES:
+                self._forget_gone(now_s)
+            if len(self._slots) >= MOST_ENGINES:
                 return None
             slots = self._slots[engine_id] = deque(maxlen=HELD_S // SLOT_S)
         t = int(now_s) // SLOT_S * SLOT_S
@@ -74,3 +76,8 @@ class LoadHistory:
         if not slots or t > slots[-1].t:
             slots.append(Slot(t))
         return slots[-1]
+
+    def _forget_gone(self, now_s: float) -> None:
+        """Drop engines without a step for as long as slots are held."""
+        for engine_id in [one for one, slots in self._slots.items() if now_s - slots[-1].t > HELD_S]:
+            self.forget(engine_id)

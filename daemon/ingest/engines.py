@@ -24,6 +24,8 @@ RETURN_S = 3600.0
 SEEN_EVERY_S = 3600.0
 """Time after which it is stored again that an engine is there."""
 MOST_ENGINES = 256
+RETIRED_S = 86_400.0
+"""An engine that was away for so long is retired, and forgotten."""
 MOST_BOOTS_EACH = 16
 """Boots of an engine kept in memory; the database has all."""
 
@@ -96,14 +98,14 @@ class Engine:
     `wire.FOREIGN_DRAFTER`."""
     note: str = ""
     """Remark about this engine for the operator."""
-    is_lost: bool = False
-    is_replaced: bool = False
     drafter_note: str = ""
     """Why the drafter that it came with isn't in the registry; "" if it is, or if it has none that honed trains."""
     is_welcome: bool = False
     """True once its latest hello was answered."""
     reading: Retry = field(default_factory=Retry)
     """Further attempts to read its drafter and its target."""
+    is_lost: bool = False
+    is_replaced: bool = False
     """True once another boot is the engine's latest one: it needs no controller any more."""
 
     @property
@@ -142,7 +144,7 @@ class Engines:
     Args:
         store: has the boots of earlier runs of the daemon.
         lost_after_s: silence after which an engine counts as gone.
-        on_forget: called with the id of an engine that made room for another.
+        on_forget: called with the id of an engine that is retired, or made room for another.
     """
 
     def __init__(self, store: Store, lost_after_s: float, on_forget: Callable[[str], None] = lambda engine_id: None) -> None:
@@ -216,7 +218,7 @@ class Engines:
         try:
             return self.by_id[engine_id]
         except KeyError as error:
-            why = f"no engine {engine_id!r} has attached since the daemon started; {there_are(self.by_id)}"
+            why = f"no engine {engine_id!r} is known; {there_are(self.by_id)}"
             raise UnknownError(why, cure="`honed engines` lists them.") from error
 
     def is_connected(self, engine: Engine, now_s: float) -> bool:
@@ -226,9 +228,12 @@ class Engines:
         return [engine for engine in self.by_id.values() if self.is_connected(engine, now_s)]
 
     def tick(self, now_s: float) -> None:
-        """Tell of engines that have fallen silent, once."""
-        for engine in self.by_id.values():
-            if not engine.is_lost and not self.is_connected(engine, now_s):
+        """Tell of engines that have fallen silent, once; forget those that are retired."""
+        for engine in list(self.by_id.values()):
+            if now_s - engine.last_seen_s > RETIRED_S:
+                log.info("an engine that was away for a day is forgotten", engine_id=engine.engine_id)
+                self._forget(engine.engine_id)
+            elif not engine.is_lost and not self.is_connected(engine, now_s):
                 engine.is_lost = True
                 log.warning("engine is silent", engine_id=engine.engine_id)
 

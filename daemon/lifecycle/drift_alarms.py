@@ -24,7 +24,7 @@ import msgspec
 import structlog
 
 from honed.adapt.monitor.drift import Alarm
-from honed.daemon.ingest.engines import RETURN_S
+from honed.daemon.ingest.engines import RETIRED_S, RETURN_S
 from honed.daemon.store.operations import Operation
 from honed.recalib.gate.gate import GateSettings
 
@@ -32,9 +32,6 @@ log = structlog.get_logger("honed.recalibrations")
 
 MAX_ATTEMPTS = 6
 """Attempts per alarm; with the default pause the last starts about eight hours after the first."""
-
-RETIRED_S = 86_400.0
-"""An engine that was away for so long is retired: nothing can answer its alarms, so they are dropped."""
 
 FIRST_ERROR_SHARE = 0.5
 """The first attempt's part of the gate's error; the others have equal parts of the rest."""
@@ -246,7 +243,7 @@ class DriftAlarms:
                     del alarms[key]
 
     def drop_retired(self, connected: Collection[str], now_s: float) -> None:
-        """Drop the alarms of engines that were away for `RETIRED_S`; `connected` has the ids of those that are there."""
+        """Drop the alarms of retired engines, which nothing can answer; `connected` has the ids of those that are there."""
         away = {key[0] for key in (*self._standing, *self._held)} - set(connected)
         if away != self._away_since_s.keys():
             self._away_since_s = {engine_id: self._away_since_s.get(engine_id, now_s) for engine_id in away}

@@ -173,6 +173,10 @@ class Swaps:
                 sent.since_s = now_s
                 self._send(engine.peer, sent.command)
 
+    def forget(self, engine_id: str) -> None:
+        """Drop what is kept of an engine by its id."""
+        self._attempts.pop(engine_id, None)
+
     def tick(self, now_s: float) -> None:
         """Give up overdue swaps; swap stray engines to the active version."""
         for sent in list(self._sent.values()):

@@ -38,7 +38,9 @@ def families(service: Service) -> Iterator[Metric]:
 
 
 def _load(engines: Engines, now_s: float) -> Iterator[Metric]:
-    connected = engine_gauge("honed_engine_connected", "1 while the engine is connected, then 0. Its other gauges end.")
+    connected = engine_gauge(
+        "honed_engine_connected", "1 while the engine is connected, then 0 for a day. Its other gauges end."
+    )
     running = engine_gauge("honed_engine_requests_running", "Requests in the engine's batch.")
     waiting = engine_gauge("honed_engine_requests_waiting", "Requests waiting for the engine.")
     lengths = engine_gauge("honed_draft_tokens_per_round", "Draft tokens per round, in the latest batch with rounds.")

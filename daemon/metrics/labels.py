@@ -3,8 +3,8 @@
 A scrape shows at most MOST_ENGINES engines (those heard last), MOST_POSITIONS draft positions, MAX_WORKLOADS workloads
 and `live_rounds.MOST_CELLS` combinations of them. Everything beyond is under "other" or not shown. Never a request id.
 
-An engine's counters stay when it is gone. Its gauges end: what it did last would look like its present state. The exception is
-`honed_engine_connected`, which then is 0.
+An engine's counters stay when it is gone, until it is forgotten a day later. Its gauges end: what it did last would look like
+its present state. The exception is `honed_engine_connected`, which then is 0.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ class EngineView:
     engine_id: str
     boot_id: str
     connected: bool
+    silent_s: float
+    """Seconds since its latest message. After a day the engine is forgotten."""
     asleep: bool
     """vLLM's sleep mode has removed its weights from the device; no training or swap meanwhile."""
     note: str
@@ -106,6 +108,7 @@ def engine_view(engine: Engine, now_s: float, is_connected: bool, recent: Counts
         engine_id=engine.engine_id,
         boot_id=boot.boot_id,
         connected=is_connected,
+        silent_s=now_s - engine.last_seen_s,
         asleep=engine.is_asleep,
         note="; ".join(filter(None, (engine.note, engine.drafter_note, hint))),
         model_name=hello.model_name if hello else "",

@@ -106,7 +106,9 @@ def _of_engines(status: dict[str, Any]) -> Iterator[Finding]:
         name = engine.get("engine_id", "?")
         if not engine.get("connected"):
             cure = "Start vLLM. If it runs, the checks of its process here show why it doesn't reach the daemon."
-            yield Finding("error", f"engine {name} is not connected", cure)
+            if not (is_late := _was_lately(engine.get("silent_s", 0.0))):
+                cure += " If it is gone for good, it is forgotten after a day."
+            yield Finding("error" if is_late else "warning", f"engine {name} is not connected", cure)
             continue
         fallback = (engine.get("policy") or {}).get("fallback") or ""
         if fallback:

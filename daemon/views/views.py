@@ -106,7 +106,7 @@ def status(service: Service) -> dict[str, Any]:
 
 
 def engines(service: Service, recent: dict[str, tuple[Counts, float]] | None = None) -> list[dict[str, Any]]:
-    """All engines seen since the daemon started."""
+    """All engines seen since the daemon started, without those that were away for a day."""
     found = recent if recent is not None else recent_by_engine(service.store, service.clock())
     with service.lock:
         now_s = service.monotonic()

@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from honed.adapt.protocol import wire
 from honed.daemon.errors import StoreError
+from honed.daemon.ingest.engines import RETIRED_S
 from honed.daemon.metrics.render import render
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings, load
@@ -22,8 +23,8 @@ from honed.daemon.views import views
 from honed.recalib.registry.access import User
 from tests.daemon.conftest import flags_in, wait_for
 from tests.daemon.fake_engine import FakeEngine
-
 from tests.daemon.lifecycle.test_lifecycle import write_checkpoint
+
 MakeEngine = Callable[..., FakeEngine]
 
 
@@ -343,7 +344,6 @@ def test_a_stop_leaves_a_job_that_does_not_end(service: Service, monkeypatch: py
     assert not service.store.is_alive
 
 
-@pytest.mark.fault("a mount that hangs under one engine's drafter")
 @pytest.mark.fault("a drafter that couldn't be read once is never looked at again")
 def test_a_drafter_that_comes_late_is_registered_while_the_engine_serves(
     service: Service, make_engine: MakeEngine, folder: Path
@@ -357,6 +357,7 @@ def test_a_drafter_that_comes_late_is_registered_while_the_engine_serves(
     assert service.drafters.aliases()["floor"] == service.drafters.active == version
 
 
+@pytest.mark.fault("a mount that hangs under one engine's drafter")
 def test_other_engines_are_welcome_while_one_engine_s_files_hang(service: Service, make_engine: MakeEngine) -> None:
     # All was read on one thread: no engine was welcomed until the mount answered, and the status said nothing.
     identify, begun, go_on = service.greeting._identify, threading.Event(), threading.Event()
@@ -404,6 +405,29 @@ def test_two_processes_under_one_engine_id_are_pointed_out(service: Service, mak
     one.hello()
     two.hello()
     assert "two processes" in service.engines.by_id["engine-0"].note
+
+
+@pytest.mark.fault("engines that are gone for good and never forgotten")
+def test_an_engine_that_is_gone_for_a_day_is_forgotten(service: Service, make_engine: MakeEngine) -> None:
+    """It was an error in the status, and so of its check, until the daemon was started again."""
+    gone, there = make_engine(engine_id="engine-gone"), make_engine(engine_id="engine-there")
+    for engine in (gone, there):
+        engine.hello()
+        engine.send(engine.batch(1))
+        engine.wait_acked(1)
+    with service.lock:
+        now_s, since_s = service.monotonic(), service.clock() - 60.0
+        service.swaps.tick(now_s)
+        service.engines.by_id["engine-gone"].last_seen_s = now_s - RETIRED_S + 60.0
+        service.engines.tick(now_s)
+        assert set(service.swaps._attempts) == set(service.engines.by_id) == {"engine-gone", "engine-there"}
+        service.engines.tick(now_s + 120.0)
+        assert set(service.swaps._attempts) == set(service.engines.by_id) == {"engine-there"}
+        assert {engine_id for engine_id, _ in service.decisions} == {"engine-there"}
+        assert not service.load.slots("engine-gone", since_s)
+        assert service.load.slots("engine-there", since_s)
+    gone.reconnect()
+    assert gone.hello().committed_seq == 1
 
 
 def test_a_status_shows_in_the_engine(service: Service, make_engine: MakeEngine) -> None:

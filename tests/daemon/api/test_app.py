@@ -195,7 +195,7 @@ def test_a_wrong_value_is_one_plain_sentence(client: TestClient, path: str, body
     ("method", "path", "says", "cure"),
     [
         ("GET", "/v1/nothing", "GET /v1/nothing isn't a route of", "/openapi.json"),
-        ("GET", "/v1/engines/x/beliefs", "no engine 'x' has attached since the daemon started; there is engine-0", "engines`"),
+        ("GET", "/v1/engines/x/beliefs", "no engine 'x' is known; there is engine-0", "engines`"),
         ("GET", "/v1/operations/x", "no operation 'x'; there are none", "honed operations"),
         ("POST", "/v1/operations/x:cancel", "no operation 'x'; there are none", "honed operations"),
         ("POST", "/v1/recalibrations", "no trainer is connected", "honed train"),

@@ -45,3 +45,14 @@ def test_engines_are_bounded() -> None:
         history.add(f"e{number}", steps((1, 1)), 1, 0.0)
     assert history.slots(f"e{MOST_ENGINES - 1}", 0)
     assert not history.slots(f"e{MOST_ENGINES}", 0)
+
+
+def test_engines_that_are_gone_make_room() -> None:
+    """Sixty-four of earlier names once kept all later ones from being shown until the daemon was started again."""
+    history = LoadHistory()
+    for number in range(MOST_ENGINES):
+        history.add(f"e{number}", steps((1, 1)), 1, float(number > 0) * 10.0)
+    history.add("new", steps((1, 1)), 1, HELD_S + 5.0)
+    assert history.slots("new", 0)
+    assert not history.slots("e0", 0)
+    assert history.slots("e1", 0)

@@ -132,7 +132,7 @@ def test_an_engine_whose_connection_has_ended_comes_back(service: Service, make_
 def test_engine_ids_without_end_push_no_engine_out(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "MOST_ENGINES", 8)
     hello = FakeEngine.hello_message
-    now_s = [0.0]
+    now_s = [service.monotonic()]
     monkeypatch.setattr(service.ingest, "_monotonic", lambda: now_s[0])
 
     class Names:
@@ -143,7 +143,7 @@ def test_engine_ids_without_end_push_no_engine_out(service: Service, monkeypatch
         Names.engine_id = f"engine-{number}"
         service.on_frame(number.to_bytes(8), wire.encode(hello(Names)))  # type: ignore[arg-type]
     assert list(service.engines.by_id) == [f"engine-{number}" for number in range(8)]
-    now_s[0] = 1000.0  # all have fallen silent
+    now_s[0] += 1000.0  # all have fallen silent
     Names.engine_id = "engine-new"
     service.on_frame(b"new", wire.encode(hello(Names)))  # type: ignore[arg-type]
     assert list(service.engines.by_id) == [*(f"engine-{number}" for number in range(1, 8)), "engine-new"]
