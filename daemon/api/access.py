@@ -8,7 +8,6 @@ refuses unauthenticated requests and tokens without the right (403). `Actor` is 
 from __future__ import annotations
 
 import pwd
-from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
@@ -32,11 +31,10 @@ class Authenticate:
     Args:
         app: the protected application.
         tokens: None for a unix socket: its file's permissions select the users, who have every right.
-        on_refused: called with the method of each refused request.
     """
 
-    def __init__(self, app: App, tokens: Tokens | None, on_refused: Callable[[str], None] = lambda method: None) -> None:
-        self._app, self._tokens, self._on_refused = app, tokens, on_refused
+    def __init__(self, app: App, tokens: Tokens | None) -> None:
+        self._app, self._tokens = app, tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -46,7 +44,6 @@ class Authenticate:
                 shown = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
                 role = self._tokens.role_of(shown[0]) if len(shown) == 1 else None
             if role is None:
-                self._on_refused(scope["method"])
                 headers = [(b"www-authenticate", CHALLENGE.encode())]
                 why = "the token isn't one of this daemon's" if shown else "no token was given"
                 await answer(send, 401, "Unauthorized", why, headers)

@@ -6,7 +6,6 @@ problem documents (RFC 9457).
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import structlog
@@ -18,8 +17,8 @@ from honed.daemon.api.access import Authenticate, needs
 from honed.daemon.api.changes import Name, add_changes
 from honed.daemon.api.follow import add_follow
 from honed.daemon.api.limits import LOCAL_HOSTS, Limits, TokenBucket
-from honed.daemon.api.passwords import HeadAsGet, Passwords
-from honed.daemon.api.problems import METHODS, finish
+from honed.daemon.api.passwords import Passwords
+from honed.daemon.api.problems import CountedApp, finish
 from honed.daemon.api.queries import only_known_parameters
 from honed.daemon.metrics.render import CONTENT_TYPE, Scrapes
 from honed.daemon.page.page import add_page
@@ -50,9 +49,8 @@ def make_app(service: Service, tokens: Tokens | None = None) -> FastAPI:
         tokens: tokens for TCP; None for the unix socket, whose file permissions decide.
     """
     settings = service.settings.http
-    app = FastAPI(
-        title="honed", version=service.version, responses=PROBLEMS, docs_url=None, redoc_url=None, redirect_slashes=False
-    )
+    about: dict[str, Any] = {"title": "honed", "version": service.version, "responses": PROBLEMS}
+    app = CountedApp(service.requests, **about, docs_url=None, redoc_url=None, redirect_slashes=False)
     known = Depends(only_known_parameters)
     reading = APIRouter(dependencies=[needs("read"), known])
     changing = APIRouter(dependencies=[needs("admin"), known])
@@ -62,13 +60,13 @@ def make_app(service: Service, tokens: Tokens | None = None) -> FastAPI:
     add_changes(changing, service)
     app.include_router(reading)
     app.include_router(changing)
-    finish(app, service.requests, other_routes="`/openapi.json` describes all routes.")
+    finish(app, other_routes="`/openapi.json` describes all routes.")
     bucket = TokenBucket(settings.mutations_per_minute, service.monotonic)
     hosts = _names_of(settings.admin_listen) if tokens is not None else frozenset[str]()
     app.add_middleware(Limits, max_body_bytes=MAX_BODY_BYTES, bucket=bucket, hosts=hosts)
 
     # The last added runs first, so unauthenticated requests use up no rate.
-    app.add_middleware(Authenticate, tokens=tokens, on_refused=partial(_count_stranger, service))
+    app.add_middleware(Authenticate, tokens=tokens)
     return app
 
 
@@ -79,7 +77,8 @@ def make_read_only_app(service: Service, web_config: WebConfigFile | None = None
         web_config: users with their passwords; None: everybody may read.
         is_remote: the listener isn't on loopback, so it may have any name.
     """
-    app = FastAPI(title="honed", version=service.version, responses=PROBLEMS, docs_url=None, redoc_url=None, openapi_url=None)
+    about: dict[str, Any] = {"title": "honed", "version": service.version, "responses": PROBLEMS}
+    app = CountedApp(service.requests, head_as_get=True, **about, docs_url=None, redoc_url=None, openapi_url=None)
     router = APIRouter()
     add_health(router, service)
     app.include_router(router)
@@ -87,26 +86,20 @@ def make_read_only_app(service: Service, web_config: WebConfigFile | None = None
     socket = service.settings.paths.admin_socket
     finish(
         app,
-        service.requests,
         other_routes="This is honed's port for metrics: /metrics, /healthz, /readyz, and a status page at /. "
         f"The admin API is on the unix socket {socket}: leave --url out, or give --socket.",
     )
-    app.add_middleware(HeadAsGet)
     app.add_middleware(
         Limits, max_body_bytes=1024, hosts=frozenset() if is_remote else _names_of(service.settings.http.metrics_listen)
     )
     if web_config is not None:
-        app.add_middleware(Passwords, file=web_config, on_refused=partial(_count_stranger, service))
+        app.add_middleware(Passwords, file=web_config)
     return app
 
 
 def _names_of(address: str) -> frozenset[str]:
     """Names that a listener on loopback answers to."""
     return LOCAL_HOSTS | {check_address(address)[0]} if address else LOCAL_HOSTS
-
-
-def _count_stranger(service: Service, method: str) -> None:
-    service.requests[method if method in METHODS else "other", "unauthenticated", "401"] += 1
 
 
 def add_health(app: APIRouter, service: Service) -> None:

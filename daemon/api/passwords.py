@@ -1,4 +1,4 @@
-"""Passwords of the read-only listener, as the web config names them; and HEAD, which load balancers like to ask."""
+"""Passwords of the read-only listener, as the web config names them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import base64
 import binascii
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import bcrypt
 
@@ -25,11 +25,10 @@ class Passwords:
     Args:
         app: the protected application.
         file: the web config.
-        on_refused: called with the method of each refused request.
     """
 
-    def __init__(self, app: App, file: WebConfigFile, on_refused: Callable[[str], None]) -> None:
-        self._app, self._file, self._on_refused = app, file, on_refused
+    def __init__(self, app: App, file: WebConfigFile) -> None:
+        self._app, self._file = app, file
         self._known: dict[bytes, bool] = {}
         self._turn = asyncio.Lock()
         """One password is checked at a time: guesses take one core at most."""
@@ -39,7 +38,6 @@ class Passwords:
             self._file.refresh()
             users = self._file.config.basic_auth_users
             if users and not await self._may_pass(scope, users):
-                self._on_refused(scope["method"])
                 headers = [(b"www-authenticate", b'Basic realm="honed"')]
                 await answer(send, 401, "Unauthorized", "a user and password of http.metrics_web_config are needed", headers)
                 return
@@ -68,15 +66,3 @@ class Passwords:
 def _matches(password: bytes, hashed: bytes) -> bool:
     # bcrypt hashes 72 bytes at most, and refuses more: so does Prometheus.
     return len(password) <= 72 and bcrypt.checkpw(password, hashed)
-
-
-class HeadAsGet:
-    """ASGI middleware: HEAD is answered as GET, without the body, which the server leaves out."""
-
-    def __init__(self, app: App) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "HEAD":
-            scope = {**scope, "method": "GET"}
-        await self._app(scope, receive, send)

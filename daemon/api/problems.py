@@ -1,20 +1,21 @@
-"""Errors as problem documents (RFC 9457), and the count of requests, for every listener."""
+"""Errors as problem documents (RFC 9457), and the count of answers, for every listener."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any, get_args
 
 import structlog
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
 from honed.daemon.api import models
+from honed.daemon.api.limits import Receive, Scope, Send
 from honed.daemon.errors import (
     ConflictError,
     ForbiddenError,
@@ -45,11 +46,37 @@ STATUS_OF: dict[type[HonedError], tuple[int, str]] = {
 }
 
 
-def finish(app: FastAPI, requests: Counter[tuple[str, str, str]], *, other_routes: str = "") -> None:
-    """Add error handling and counting to a listener.
+class CountedApp(FastAPI):
+    """A listener's application, which counts its answers, also those of its middleware and of Starlette's.
 
     Args:
         requests: counts them by method, route and status.
+        head_as_get: HEAD, which load balancers like to ask, is answered and counted as GET; the server leaves the body out.
+    """
+
+    def __init__(self, requests: Counter[tuple[str, str, str]], *, head_as_get: bool = False, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._requests, self._head_as_get = requests, head_as_get
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._head_as_get and scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+
+        async def count(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                nowhere = "unauthenticated" if status == 401 else "unknown"
+                method = scope["method"] if scope["method"] in METHODS else "other"
+                self._requests[method, getattr(scope.get("route"), "path", nowhere), str(status)] += 1
+            await send(message)
+
+        await super().__call__(scope, receive, count)
+
+
+def finish(app: FastAPI, *, other_routes: str = "") -> None:
+    """Add error handling to a listener.
+
+    Args:
         other_routes: hint for an unknown route.
     """
 
@@ -83,14 +110,6 @@ def finish(app: FastAPI, requests: Counter[tuple[str, str, str]], *, other_route
     def on_failure(request: Request, error: Exception) -> JSONResponse:
         log.exception("a request failed", path=request.url.path, error=str(error))
         return problem(500, "Internal error", "a bug, or a machine fault", "See `journalctl -u honed`.")
-
-    @app.middleware("http")
-    async def count(request: Request, call_next: Any) -> Response:
-        response: Response = await call_next(request)
-        route = request.scope.get("route")
-        path = getattr(route, "path", "unknown")
-        requests[request.method if request.method in METHODS else "other", path, str(response.status_code)] += 1
-        return response
 
 
 def _explain(errors: Sequence[Any], known: list[str]) -> tuple[str, bool]:

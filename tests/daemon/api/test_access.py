@@ -132,7 +132,7 @@ def test_a_router_that_nobody_put_behind_a_token_refuses(service: Service) -> No
     app, router = FastAPI(), APIRouter(dependencies=[needs("read")])
     router.get("/secret")(lambda: "secret")
     app.include_router(router)
-    finish(app, service.requests)
+    finish(app)
     with TestClient(app) as client:
         assert client.get("/secret").status_code == 401
 

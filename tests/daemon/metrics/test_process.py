@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pysqlite3
 import pytest
 from fastapi.testclient import TestClient
 
 from honed.adapt.protocol import wire
-from honed.daemon.api.app import make_app
+from honed.daemon.api.app import MAX_BODY_BYTES, make_app, make_read_only_app
 from honed.daemon.errors import StoreError
 from honed.daemon.service import Service
+from honed.daemon.settings.settings import load
+from tests.daemon.conftest import flags_in
 from tests.daemon.exposition import scrape
 from tests.daemon.fake_engine import FakeEngine
 
@@ -62,6 +65,34 @@ def test_requests_are_counted_by_route_not_by_path(service: Service) -> None:
     assert requests["code=404 method=GET route=/v1/operations/{operation_id}"] == 2
     assert requests["code=404 method=GET route=unknown"] == 1
     assert [value for labels, value in requests.items() if "method=other" in labels] == [1]
+
+
+def test_refusals_and_internal_errors_are_counted_too(service: Service, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was answered before any route, or after an exception, wasn't."""
+
+    def fail() -> None:
+        raise ZeroDivisionError("a bug")
+
+    flags = flags_in(folder)
+    flags["http"] |= {"mutations_per_minute": 1}
+    service.settings = load(None, flags, env={})
+    monkeypatch.setattr(service.drafters, "listing", fail)
+    with TestClient(make_app(service), raise_server_exceptions=False) as client:
+        client.post("/v1/training:pause", content=b"x" * (MAX_BODY_BYTES + 1))
+        for _ in range(2):
+            client.post("/v1/training:pause")
+        client.get("/v1/drafters")
+    with TestClient(make_read_only_app(service), base_url="http://127.0.0.1:9464") as client:
+        client.head("/healthz")
+        client.head("/healthz", headers={"Host": "evil.example"})
+    assert scrape(service)["honed_admin_requests_total"] == {
+        "code=413 method=POST route=unknown": 1,
+        "code=202 method=POST route=/v1/training:pause": 1,
+        "code=429 method=POST route=unknown": 1,
+        "code=500 method=GET route=/v1/drafters": 1,
+        "code=200 method=GET route=/healthz": 1,
+        "code=421 method=GET route=unknown": 1,
+    }
 
 
 def test_versions_of_the_daemon_and_of_its_engines(service: Service, make_engine: Callable[..., FakeEngine]) -> None:
