@@ -108,6 +108,7 @@ FAULTS = (
     "a drafter that couldn't be read once is never looked at again",
     "an engine that names a version of a registry that is gone",
     "engines that are gone for good and never forgotten",
+    "guesses that hold up the right password",
     "engines that wait behind replays of the log",
     "a reader that holds up engines",
     "a thousand hellos at once",

@@ -14,7 +14,7 @@ from honed.daemon.api.limits import App, Receive, Scope, Send, answer
 from honed.daemon.settings.web_config import WebConfigFile
 
 _REMEMBERED = 100
-"""Passwords that were checked and needn't be again: bcrypt takes a tenth of a second, on purpose."""
+"""Right passwords that needn't be checked again: bcrypt takes a tenth of a second, on purpose."""
 _NOBODYS = b"$2b$10$rwZNvbOVcZ83sLyHcEun1OabdRfM4pePrrfdsB2Y4ZXJYSHJ0gMJm"
 """Compared with an unknown user's password, so that it takes as long as a known one's."""
 
@@ -29,7 +29,7 @@ class Passwords:
 
     def __init__(self, app: App, file: WebConfigFile) -> None:
         self._app, self._file = app, file
-        self._known: dict[bytes, bool] = {}
+        self._known: dict[bytes, None] = {}
         self._turn = asyncio.Lock()
         """One password is checked at a time: guesses take one core at most."""
 
@@ -54,13 +54,14 @@ class Passwords:
             return False
         hashed = users.get(user.decode(errors="replace"), "").encode()
         key = hashlib.sha256(b"\0".join((user, password, hashed))).digest()
+        if key in self._known:  # it mustn't wait for others' guesses
+            return True
         async with self._turn:
-            if key not in self._known:
-                matches = await asyncio.to_thread(_matches, password, hashed or _NOBODYS)
+            if key not in self._known and await asyncio.to_thread(_matches, password, hashed or _NOBODYS) and hashed:
                 while len(self._known) >= _REMEMBERED:
                     del self._known[next(iter(self._known))]
-                self._known[key] = matches and bool(hashed)
-        return self._known[key]
+                self._known[key] = None
+        return key in self._known
 
 
 def _matches(password: bytes, hashed: bytes) -> bool:

@@ -5,11 +5,13 @@ No listener here leaves this machine: one of its own addresses passes for anothe
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gc
 import socket
 import ssl
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -20,6 +22,8 @@ import bcrypt
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from honed.daemon.api.limits import answer
+from honed.daemon.api.passwords import _REMEMBERED, Passwords
 from honed.daemon.errors import SettingsError
 from honed.daemon.process import http_server
 from honed.daemon.process.http_server import HttpServer
@@ -125,6 +129,46 @@ def test_other_hosts_read_with_tls_and_a_password(serve: Serve, tmp_path: Path, 
         ask(port, ssl.create_default_context())
     with pytest.raises((OSError, HTTPException)):
         ask(port, None)
+
+
+@pytest.mark.fault("guesses that hold up the right password")
+def test_a_right_password_waits_for_no_guesses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prometheus had no answer while somebody else tried passwords."""
+    statuses: list[int] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await answer(send, 200, "", "")
+
+    passwords = Passwords(app, WebConfigFile(write(tmp_path, basic_auth_users={"a": hashed(PASSWORD)})))
+
+    async def try_out(password: str) -> int:
+        async def send(message: Any) -> None:
+            statuses.extend([message["status"]] if "status" in message else [])
+
+        shown = b"Basic " + base64.b64encode(f"a:{password}".encode())
+        await passwords({"type": "http", "headers": [(b"authorization", shown)]}, send, send)
+        return statuses.pop()
+
+    def hold(password: bytes, hash_: bytes) -> bool:
+        begun.set()
+        go_on.wait(60)
+        return False
+
+    async def attack() -> tuple[int, int]:
+        assert await try_out(PASSWORD) == 200
+        for number in range(2 * _REMEMBERED):
+            assert await try_out(str(number)) == 401
+        monkeypatch.setattr("honed.daemon.api.passwords._matches", hold)
+        guess = asyncio.create_task(try_out("guess"))
+        try:
+            assert await asyncio.to_thread(begun.wait, 60)
+            right = await asyncio.wait_for(try_out(PASSWORD), 5.0)
+        finally:
+            go_on.set()
+        return right, await guess
+
+    assert asyncio.run(attack()) == (200, 401)
 
 
 @needs("openssl")
