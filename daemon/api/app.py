@@ -164,7 +164,7 @@ def add_reading(app: APIRouter, service: Service) -> None:
         since: Annotated[float | None, Query(ge=0, le=1e12, allow_inf_nan=False)] = None,
         workload: models.Label = "",
     ) -> Any:
-        """Sums over time, of at most the last 20,000 steps, with marks: swaps, drift, overrides."""
+        """Sums over time, with marks: swaps, drift, overrides. At most 20,000 points, the latest; they begin at `since`."""
         span = 600 * views.RESOLUTIONS[resolution]
         now = service.clock()
         return views.timeline(service.store, resolution, now - span if since is None else since, now, workload)

@@ -236,6 +236,8 @@ class Mark(BaseModel):
 
 
 class Timeline(BaseModel):
+    since: float
+    """Unix time from which on all points are there; later than the request's where there would be too many."""
     points: list[TimelinePoint]
     marks: list[Mark]
 

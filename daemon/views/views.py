@@ -211,20 +211,27 @@ def drift_of(beliefs: dict[str, Any], workload: str) -> dict[str, Any]:
 
 
 def timeline(store: Store, resolution: str, since: float, now: float, workload: str) -> dict[str, Any]:
-    """Points of one resolution between two moments, at most `MAX_POINTS` steps of it, oldest first, with the marks."""
+    """Points of one resolution between two moments, oldest first, with the marks.
+
+    A point is of a step, a workload and a version. There are `MAX_POINTS` at most, of whole steps; they begin at `since`.
+    """
     step_s = RESOLUTIONS[resolution]
+    begins_s = max(int(since), int(now) - MAX_POINTS * step_s)
     scanned = store.scan(
         """SELECT bucket_s AS t, workload, drafter_version, sum(rounds) AS rounds, sum(draft_tokens) AS draft_tokens,
              sum(accepted_tokens) AS accepted_tokens, sum(delivered_tokens) AS delivered_tokens
            FROM rollups WHERE resolution_s = ? AND bucket_s BETWEEN ? AND ? AND (? = '' OR workload = ?)
            GROUP BY 1, 2, 3 ORDER BY 1 DESC LIMIT ?""",
-        (step_s, max(int(since), int(now) - MAX_POINTS * step_s), int(now), workload, workload, MAX_POINTS),
+        (step_s, begins_s, int(now), workload, workload, MAX_POINTS + 1),
     )
     rows = list(scanned)
+    if len(rows) > MAX_POINTS:  # of the oldest step some are missing
+        begins_s = rows[-1]["t"] + step_s
+        rows = [row for row in rows if row["t"] >= begins_s]
     for row in rows:
         row["draft_tokens_per_round"] = row["draft_tokens"] / row["rounds"] if row["rounds"] else 0.0
     marks = store.read("SELECT t, kind, text, engine_id FROM marks WHERE t >= ? ORDER BY id DESC LIMIT 1000", (since,))
-    return {"points": rows[::-1], "marks": marks[::-1]}
+    return {"since": begins_s, "points": rows[::-1], "marks": marks[::-1]}
 
 
 def canary(store: Store, operation_id: str) -> dict[str, Any]:

@@ -36,8 +36,28 @@ def test_a_timeline_goes_back_as_far_as_it_has_points(store: Store, clock: Clock
     for seq, steps_ago in ((1, MAX_POINTS + 2), (2, MAX_POINTS - 2)):
         moment_s = clock.now - steps_ago * step_s
         put(store, stored(make_batch(seq, unix_ns=int(moment_s * 1e9)), moment_s))
-    (point,) = timeline(store, resolution, 0.0, clock.now, "")["points"]
+    found = timeline(store, resolution, 0.0, clock.now, "")
+    (point,) = found["points"]
     assert point["t"] > clock.now - MAX_POINTS * step_s
+    assert found["since"] == int(clock.now) - MAX_POINTS * step_s
+
+
+@pytest.mark.parametrize(("most", "since_s", "ages_s"), [(9, -9, (3, 2, 1)), (8, -2, (2, 1)), (6, -2, (2, 1)), (5, -1, (1,))])
+def test_a_timeline_begins_with_a_whole_step_and_says_when(
+    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch, most: int, since_s: int, ages_s: tuple[int, ...]
+) -> None:
+    """Its oldest step lacked some of its workloads, which looked like little traffic."""
+    now, names = int(clock.now), ("chat", "code", "math")
+    for seq, age_s in enumerate((3, 2, 1), 1):
+        for name in names:
+            batch = make_batch(seq, engine_id=f"for-{name}", workloads=[name], unix_ns=(now - age_s) * 10**9 + 5 * 10**8)
+            put(store, stored(batch, now - age_s + 0.5))
+    monkeypatch.setattr(views, "MAX_POINTS", most)
+    found = timeline(store, "1s", 0.0, clock.now, "")
+    assert found["since"] == now + since_s
+    shown = [(point["t"] - now, point["workload"]) for point in found["points"]]
+    assert [t for t, _ in shown] == sorted(t for t, _ in shown)
+    assert set(shown) == {(-age_s, name) for age_s in ages_s for name in names}
 
 
 @pytest.fixture
