@@ -34,7 +34,7 @@ def families(service: Service) -> Iterator[Metric]:
     yield computing
     unanswered = "Drift alarms that no recalibration has answered, or is answering; not those for which more may be won."
     yield gauge("honed_drift_alarms_unanswered", unanswered, service.recalibrations.alarms.num_unanswered)
-    if view is not None:
+    if view is not None and trainer.status is not None:  # after its hello all would be 0, counters too
         yield gauge("honed_gpu_idle_ratio", "Share of time when the trainer could work.", view["idle_ratio"])
         beside = "Training beside requests since the trainer's start."
         yield counter("honed_training_beside_requests_seconds", beside, view["beside_seconds"])

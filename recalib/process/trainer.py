@@ -254,7 +254,7 @@ class Trainer:
         if state == self._state and now_s < self._next_status_s:
             return
         self._state, self._next_status_s = state, now_s + self._settings.status_interval_s
-        feeds, operation = self._traffic.feeds, self._operation
+        feeds, missing, operation = self._traffic.feeds, self._traffic.num_missing(), self._operation
         delays_s, computing_s = self._yielding.preemptions.take()
         status = wire.TrainerStatus(
             trainer_id=self._settings.trainer_id,
@@ -267,9 +267,9 @@ class Trainer:
             preemption_delays_s=delays_s,
             preemption_computing_s=computing_s,
             idle_ratio=self._yielding.idleness.ratio,
-            ring_lost_records=min(sum(feed.reader.lost_records + feed.reader.bad_records for feed in feeds), 1 << 53),
+            ring_lost_records=min(missing["records"], 1 << 53),
             defective_rings=sum(bool(feed.reader.error) for feed in feeds),
-            nonfinite_rows=min(sum(feed.reader.nonfinite_rows for feed in feeds), 1 << 53),
+            nonfinite_rows=min(missing["nonfinite_rows"], 1 << 53),
         )
         if (spare := self._yielding.spare) is not None:
             status = self._with_spare(status, spare, now_s)

@@ -117,6 +117,11 @@ class Feed:
             self.store.spill.begin(kind, self.store.key_of)
 
 
+def _missing(feed: Feed) -> Counter[str]:
+    reader = feed.reader
+    return Counter({"records": reader.lost_records + reader.bad_records, "nonfinite_rows": reader.nonfinite_rows})
+
+
 class JointStore:
     """The samples of several engines' stores."""
 
@@ -195,6 +200,8 @@ class Traffic:
             remove(spill_dir)
         self._left = LeftFiles(self._spill_dir, settings.spill_max_age_s) if self._spill_dir is not None else None
         self._feeds: dict[Path, Feed] = {}
+        self._dropped = Counter[str]()
+        """What the feeds that were dropped had lost."""
         self._monotonic, self._gone_since_s = monotonic, dict[Path, float]()
         self.expire()
 
@@ -238,7 +245,9 @@ class Traffic:
             if path.parent.exists():
                 self._gone_since_s.pop(path, None)
             elif now_s - self._gone_since_s.setdefault(path, now_s) > GONE_S:
-                self._feeds.pop(path).forget()
+                dropped = self._feeds.pop(path)
+                self._dropped.update(_missing(dropped))
+                dropped.forget()
                 del self._gone_since_s[path]
                 self._share()
 
@@ -266,6 +275,10 @@ class Traffic:
         if self._left is not None:
             self._left.forget()
         return [problem for problem in problems if problem][:MOST_PROBLEMS]
+
+    def num_missing(self) -> Counter[str]:
+        """Count what never became a sample since the start, also of engines that are gone: "records" and "nonfinite_rows"."""
+        return sum((_missing(feed) for feed in self._feeds.values()), self._dropped)
 
     @property
     def spilled_bytes(self) -> int:

@@ -31,6 +31,10 @@ def test_a_trainers_figures(service: Service, settings: Settings) -> None:
     with closing(FakeTrainer(settings.paths.engine_socket)) as trainer:
         trainer.introduce()
         check_figures(service, trainer)
+        trainer.introduce()  # as after a lost connection
+        found = scrape(service)
+        assert "honed_samples_nonfinite_rows_total" not in found, "0 would be a counter that falls"
+        assert "honed_samples_held_bytes" not in found
 
 
 def check_figures(service: Service, trainer: FakeTrainer) -> None:

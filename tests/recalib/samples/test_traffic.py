@@ -82,7 +82,10 @@ def test_an_engine_that_is_gone_for_good_takes_no_memory(tmp_path):
     clock = [0.0]
     traffic = Traffic(tmp_path, SampleSettings(sample_bytes=20_000), HoldOut(b"k" * 16), monotonic=lambda: clock[0])
     for engine in ("e0", "e1"):
-        write_sessions(ring_of(tmp_path, engine), "a", 10)
+        ring = ring_of(tmp_path, engine)
+        write_sessions(ring, "a", 10)
+        spoilt = np.full((3, WIDTH), 0x7FC0, np.uint16)  # NaN
+        ring.write_rows("spoilt", "a", "", 0, np.arange(3, dtype=np.int32), spoilt)
     drain(traffic)
     shutil.rmtree(tmp_path / "engines" / "e0")
     drain(traffic)
@@ -98,6 +101,8 @@ def test_an_engine_that_is_gone_for_good_takes_no_memory(tmp_path):
     (left,) = traffic.feeds
     assert left.reader.path == tmp_path / "engines" / "e1" / "ring"
     assert left.store.cap_bytes == 20_000
+    assert left.reader.nonfinite_rows == 3
+    assert traffic.num_missing()["nonfinite_rows"] == 6, "a counter fell when a feed went"
 
 
 def test_what_the_ring_held_before_it_was_followed_came_since_the_ring_was_made(tmp_path):
