@@ -33,6 +33,8 @@ def families(service: Service) -> Iterator[Metric]:
     yield counter("honed_events_received", "Verify rounds received, plain decode steps included.", figures.rounds)
     yield counter("honed_event_batches_received", "Batches received, each once.", figures.batches)
     yield counter("honed_event_batches_duplicate", "Repeated batches, ignored.", figures.duplicates)
+    ahead = "Batches refused since one before them hasn't come; engines resend both."
+    yield counter("honed_event_batches_ahead", ahead, figures.ahead)
     yield counter("honed_event_batches_refused", "Batches refused by a full store; engines resend them.", figures.no_room)
     pooled = 'Workload labels in batches that counted as "other": all engines together send too many.'
     yield counter("honed_workload_labels_pooled", pooled, service.ingest.workloads.num_pooled)

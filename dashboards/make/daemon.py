@@ -68,10 +68,11 @@ def events() -> list[Panel]:
         ),
         plot(
             "Not taken",
-            "Per second: batches that were repeated, found no room, or were skipped by the controllers; their errors; frames "
-            "by reason.",
+            "Per second: batches that were repeated, came before an earlier one, found no room, or were skipped by the "
+            "controllers; their errors; frames by reason.",
             [
                 (rate("honed_event_batches_duplicate_total", "", DAEMON), "duplicate"),
+                (rate("honed_event_batches_ahead_total", "", DAEMON), "ahead"),
                 (rate("honed_event_batches_refused_total", "", DAEMON), "no room"),
                 (rate("honed_event_batches_not_learned_total", "", DAEMON), "not learned from"),
                 (rate("honed_controller_errors_total", "", DAEMON), "controller errors"),

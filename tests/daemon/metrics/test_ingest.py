@@ -16,6 +16,7 @@ def test_what_came_and_what_got_lost_is_counted(service: Service, make_engine: C
     engine.hello()
     engine.send(engine.batch(1))
     engine.send(engine.batch(1))
+    engine.send(engine.batch(3))
     engine.send(engine.batch(2, lost_rounds=5))
     engine.send_status(queue_bytes=1234)
     engine.wait_acked(2)
@@ -24,6 +25,7 @@ def test_what_came_and_what_got_lost_is_counted(service: Service, make_engine: C
     assert found["honed_events_received_total"] == {"": 16}
     assert found["honed_event_batches_received_total"] == {"": 2}
     assert found["honed_event_batches_duplicate_total"] == {"": 1}
+    assert found["honed_event_batches_ahead_total"] == {"": 1}
     assert found["honed_events_lost_total"] == {f"{ENGINE} reason=queue_full": 5}
     assert found["honed_event_batches_lost_total"] == {f"{ENGINE} reason=malformed": 0, f"{ENGINE} reason=missing": 0}
     assert found["honed_event_queue_length"] == {"": 0}
