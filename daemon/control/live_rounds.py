@@ -27,8 +27,6 @@ class LiveRounds:
         self._limit = limit
         self._cells: dict[Cell, Counts] = {}
         self._touched_s: dict[Cell, float] = {}
-        self.dropped = 0
-        """Cells dropped for others."""
         self.pooled_rounds = 0
         """Rounds counted as OTHER_WORKLOAD for want of room, plain ones included."""
 
@@ -44,7 +42,6 @@ class LiveRounds:
             if len(self._cells) >= self._limit:
                 oldest = next(iter(self._cells))
                 del self._cells[oldest], self._touched_s[oldest]
-                self.dropped += 1
         held.add(counts)
         self._cells[cell], self._touched_s[cell] = held, now_s
 

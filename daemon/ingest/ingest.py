@@ -35,7 +35,6 @@ class IngestFigures:
     duplicates: int = 0
     ahead: int = 0
     no_room: int = 0
-    malformed: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     lag_s: float = 0.0
     rejected_at_s: float = float("-inf")
@@ -175,7 +174,6 @@ class Ingest:
             return count_batch(batch, now_ns, lambda label: self.workloads(label, now_s))
         except MalformedBatchError as error:
             # Stored anyway: unacknowledged, it would block all later batches.
-            self.figures.malformed += 1
             self._warn("malformed batch", engine_id=batch.engine_id, seq=batch.seq, error=str(error))
             return BatchCounts(malformed=str(error))
 

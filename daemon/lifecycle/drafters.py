@@ -17,7 +17,7 @@ from honed.adapt.protocol.wire import EngineHello
 from honed.daemon.errors import ConflictError, PreconditionError, StoreError, UnknownError, there_are
 from honed.recalib.registry.access import User
 from honed.recalib.registry.manifest import is_for_target
-from honed.recalib.registry.registry import ALIASES, Manifest, Registry, RegistryConflictError, RegistryError
+from honed.recalib.registry.registry import ALIASES, Manifest, Registry, RegistryError
 from honed.recalib.registry.target_digest import digest_of_target, stamp_of_target
 
 log = structlog.get_logger("honed.drafters")
@@ -270,8 +270,6 @@ class Drafters:
         """Move aliases, in order, and sync nothing: the lock may be held. Raises StoreError if the disk refuses."""
         try:
             self.registry.set_aliases(changes)
-        except RegistryConflictError as error:
-            raise PreconditionError(str(error)) from error
         except RegistryError as error:
             raise StoreError(str(error)) from error
         self._on_move()

@@ -60,7 +60,7 @@ from honed.recalib.registry.manifest import (
 from honed.recalib.registry.one_file import gather_drafter
 from honed.recalib.registry.target_digest import digest_of_target
 
-__all__ = ["ALIASES", "Manifest", "Registry", "RegistryConflictError", "RegistryError"]
+__all__ = ["ALIASES", "Manifest", "Registry", "RegistryError"]
 
 ALIASES = ("active", "candidate", "previous", "floor")
 _VERSION = re.compile(r"v(\d{4,9})-[0-9a-f]{8}")
@@ -74,10 +74,6 @@ _CURE = "check the folder's owner and the disk's free space"
 _SET_AGAIN = dict.fromkeys(ALIASES, "it is set again: `honed promote` does that") | {
     "floor": "it is set again: remove it, and the next start of vLLM does that"
 }
-
-
-class RegistryConflictError(RegistryError):
-    """Another process changed an alias first: read it again, then decide again."""
 
 
 class Registry:
@@ -317,7 +313,7 @@ class Registry:
         """Number of the latest alias change, 0 before the first."""
         return max(self._read_alias_leniently(name)[1] for name in ALIASES)
 
-    def set_aliases(self, changes: Mapping[str, str | None], *, expected_generation: int | None = None) -> int:
+    def set_aliases(self, changes: Mapping[str, str | None]) -> int:
         """Change several aliases under one lock, in the mapping's order; returns the new generation.
 
         All processes see the change at once. A crash may leave only the first of them done. In the order
@@ -326,18 +322,14 @@ class Registry:
 
         Args:
             changes: alias -> the version that it is to point at; None: at nothing.
-            expected_generation: what `generation` must be now.
 
         Raises:
-            RegistryConflictError: when it isn't.
             RegistryError: for an unknown alias, or a version that isn't there or is damaged.
         """
         for wanted in filter(None, changes.values()):
             self.get(wanted)
         with self._writing(self._alias_lock):
             generation = self.generation
-            if expected_generation not in (None, generation):
-                raise RegistryConflictError(f"the registry is at generation {generation}, not {expected_generation}")
             for name, version in changes.items():
                 if version is not None:
                     self.path(version)  # not pruned meanwhile
