@@ -381,7 +381,7 @@ def test_a_version_on_trial_is_on_its_lease_even_where_taking_it_in_fails(monkey
 
 @pytest.mark.fault("ranks that wait for the part of one that has failed")
 def test_no_rank_takes_a_part_in_before_all_have_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks()
+    ranks = Ranks([["", ""]])
     ranks.fail = "honed_begin_checksum"
     harness = Harness(ranks, monkeypatch)
     harness.runner.put(wire.ChecksumCommand(command_id="1"))
