@@ -502,6 +502,37 @@ TREES: tuple[Clause, ...] = (
             ("flex_attention", "FlexAttention"),
         )
     ),
+    # What backends are told of the requests behind those with trees (trees/tree_layers.py)
+    *(
+        clause
+        for module, name in (("cpu_attn", "CPUAttention"), ("flash_attn", "FlashAttention"))
+        for clause in (
+            Open(f"v1/attention/backends/{module}.py", f"{name}Metadata"),
+            Attributes(
+                f"v1/attention/backends/{module}.py",
+                f"{name}Metadata",
+                ("query_start_loc", "seq_lens", "slot_mapping", "scheduler_metadata", "causal"),
+            ),
+        )
+    ),
+    Method(
+        "_custom_ops.py",
+        "",
+        "cpu_attn_get_scheduler_metadata",
+        (
+            "num_reqs",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "seq_lens",
+            "dtype",
+            "query_start_loc",
+            "causal",
+            "sliding_window_size",
+            "isa",
+            "enable_kv_split",
+        ),
+    ),
     Attributes("v1/attention/backend.py", "AttentionBackend", ("forward_includes_kv_cache_update",)),
     Attributes("v1/attention/backends/cpu_attn.py", "CPUAttentionBackendImpl", ("sliding_window", "sinks")),
     Attributes("v1/attention/backends/flash_attn.py", "FlashAttentionImpl", ("sliding_window", "sinks")),

@@ -1,6 +1,7 @@
 """Tree rows in the target's layers: vLLM's own backend computes all rows, then those of trees are overwritten.
 
-Where a step has no other rows, the backend's own attention is left out.
+Where a step has no other rows, the backend's own attention is left out. Where the others come after them, as V2 sorts them,
+FlashAttention and the CPU's backend are given those alone.
 
 `impl.forward` is wrapped on each layer's instance, which vLLM looks up when it runs. So one wrap serves every backend that
 keeps K and V in a known layout (`cache_views`). A row of a tree attends to the prefix in the cache up to its anchor, and to
@@ -12,7 +13,9 @@ Recurrent layers are in `recurrent_layers`.
 
 from __future__ import annotations
 
+import copy
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -32,6 +35,22 @@ from honed.kernels.trees.warm_up import Run, attention_runs
 _BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION")
 """Those whose metadata say where a request's keys are."""
 
+_OTHERS_ALONE = ("CPU_ATTN", "FLASH_ATTN")
+"""Backends that can be given the requests after those with trees alone."""
+
+_KNOWN_METADATA = {
+    "num_actual_tokens",
+    "max_query_len",
+    "query_start_loc",
+    "max_seq_len",
+    "seq_lens",
+    "block_table",
+    "slot_mapping",
+    "scheduler_metadata",
+    "max_num_splits",
+    "causal",
+}
+"""Fields of these backends' metadata of which honed knows what they are for a part of the requests."""
 
 _CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -146,7 +165,13 @@ class TreeLayers:
                 return forward(of, query, key, value, cache, metadata, output, *more, **others)
             num_rows = len(self.step.rows)
             has_others = getattr(metadata, "num_actual_tokens", num_rows + 1) > num_rows
-            if not has_others and self._guarded("tree attention", attend):
+            of_others = None
+            if has_others:
+                of_others = self._guarded("other rows", lambda step: _of_others(layer, step, metadata, query.dtype))
+            if (of_others is not None or not has_others) and self._guarded("tree attention", attend):
+                if of_others is not None:
+                    rest = (rows[num_rows:] for rows in (query, key, value))
+                    forward(of, *rest, cache, of_others, output[num_rows:], *more, **others)
                 return output
             result = forward(of, query, key, value, cache, metadata, output, *more, **others)
             self._guarded("tree attention", attend)
@@ -217,6 +242,61 @@ def target_layers(kv_cache_config: Any, of_drafter: set[str]) -> dict[str, int]:
     """Names of the target's attention layers, each with the number of its group of KV caches."""
     groups = enumerate(kv_cache_config.kv_cache_groups)
     return {name: number for number, group in groups for name in group.layer_names if name not in of_drafter}
+
+
+def _of_others(layer: Any, step: TreeStep, metadata: Any, dtype: torch.dtype) -> Any:
+    """Metadata of the requests after those with trees; None where the layer's backend needs those of all."""
+    backend = layer.attn_backend.get_name()
+    if backend not in _OTHERS_ALONE or not step.is_first:
+        return None
+    is_on_cpu = backend == "CPU_ATTN"
+    window = _window_of(layer.impl) if is_on_cpu else 0
+
+    def make() -> Any:
+        made = _of_last_requests(metadata, len(step.request_ids), len(step.rows))
+        if made is not None and is_on_cpu:
+            made.scheduler_metadata = _cpu_schedule(layer, made, dtype)
+        return made
+
+    return step.of_others(metadata, window, make)
+
+
+def _of_last_requests(metadata: Any, num_requests: int, num_rows: int) -> Any:
+    """Metadata without the first requests and their rows; None where they hold more than honed knows.
+
+    K and V of all rows are in the cache already. The longest lengths stay: they are bounds. Without a schedule FlashAttention
+    divides its work itself.
+    """
+    held = vars(metadata)
+    unknown = (held[name] for name in held.keys() - _KNOWN_METADATA)
+    if held["causal"] is not True or not all(x is None or (isinstance(x, int) and x == 0) for x in unknown):
+        return None
+    made = copy.copy(metadata)
+    made.num_actual_tokens = metadata.num_actual_tokens - num_rows
+    made.query_start_loc = metadata.query_start_loc[num_requests:] - num_rows
+    made.seq_lens, made.block_table = metadata.seq_lens[num_requests:], metadata.block_table[num_requests:]
+    made.slot_mapping = metadata.slot_mapping[num_rows:]
+    made.scheduler_metadata = None
+    return made
+
+
+def _cpu_schedule(layer: Any, metadata: Any, dtype: torch.dtype) -> torch.Tensor:
+    """How threads of a CPU share the work of an attention."""
+    ops, settings = (importlib.import_module(name) for name in ("vllm._custom_ops", "vllm.envs"))
+    found: torch.Tensor = ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(metadata.seq_lens),
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_size,
+        seq_lens=metadata.seq_lens,
+        dtype=dtype,
+        query_start_loc=metadata.query_start_loc,
+        causal=True,
+        sliding_window_size=layer.impl.sliding_window,
+        isa=layer.isa,
+        enable_kv_split=getattr(settings, "VLLM_CPU_ATTN_SPLIT_KV", True),
+    )
+    return found
 
 
 def _window_of(impl: Any) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -37,6 +38,7 @@ class TreeStep:
     _followed: dict[int, torch.Tensor] = field(default_factory=dict)
     _cached: dict[tuple[int, int, int], CachedRows] = field(default_factory=dict)
     _sums: dict[int, torch.Tensor] = field(default_factory=dict)
+    _others: dict[tuple[int, int], tuple[Any, Any]] = field(default_factory=dict)
 
     @cached_property
     def num_verified(self) -> torch.Tensor:  # [B] int64
@@ -47,6 +49,12 @@ class TreeStep:
     def batch_rows(self) -> list[int]:  # R
         """Each row's request as a place in the runner's batch, on the host."""
         return [index for index, count in self._counts for _ in range(count + 1)]
+
+    @cached_property
+    def is_first(self) -> bool:
+        """Whether these are the step's first requests and rows."""
+        indices = [index for index, _ in self._counts]
+        return isinstance(self.rows_at, slice) and self.rows_at.start == 0 and indices == list(range(len(indices)))
 
     @cached_property
     def place(self) -> torch.Tensor:  # [R] int64
@@ -89,6 +97,12 @@ class TreeStep:
         if (key := of_batch.data_ptr()) not in self._tables:
             self._tables[key] = of_batch[self.batch_index]
         return self._tables[key]
+
+    def of_others(self, metadata: Any, window: int, make: Callable[[], Any]) -> Any:
+        """What is made of an attention's metadata for the step's other requests: once for all layers that share it."""
+        if (key := (id(metadata), window)) not in self._others:
+            self._others[key] = metadata, make()  # held, so that no other object gets its id
+        return self._others[key][1]
 
     def log_sums(self, num_heads: int) -> torch.Tensor:  # [R, H] float32
         """Room for the log-sum-exp of an attention's scores, which the next layer overwrites."""

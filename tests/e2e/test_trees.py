@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.e2e.beside_trees import answers_in_turn, backend_calls
 from tests.e2e.device_waits import device_waits, of_honed
 from tests.e2e.engine import DRAFTER, IS_ASYNC, IS_CUDA, IS_V2, TARGET, K, TestEngine, engine, held_out
 from tests.e2e.failing import fail_sometimes
@@ -176,6 +177,34 @@ def test_chains_trees_and_none_in_one_step(trees: TestEngine, plain: list[list[i
             is_tree.setdefault(batch.workloads[label], set()).add(chain > 0)
     assert all(is_tree[f"w{i}"] == {False} for i in (0, 1, 2, 4, 6))
     assert all(True in is_tree[f"w{i}"] for i in (3, 5, 7))
+
+
+@pytest.mark.skipif(IS_CUDA, reason="what a CPU's backend is given is noted")
+def test_chains_behind_trees_are_attended_without_tree_rows(
+    trees: TestEngine, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_policy(trees, static_k=15, max_k=SLOTS)
+    given, greedy = backend_calls(trees, monkeypatch), {"temperature": 0.0}
+    assert each(trees, PROMPTS, [greedy if i < 5 else greedy | {"logprobs": 1} for i in range(len(PROMPTS))]) == plain
+    behind = [call for call in given if call.are_trees_first]
+    assert behind != []
+    assert all(call.rows == call.num_requests * (K + 1) <= 3 * (K + 1) for call in behind[: len(behind) // 2])
+    assert all(call.rows > call.tree_rows for call in given if not call.are_trees_first)
+    assert trees.honed.errors.count == 0
+
+
+@pytest.mark.skipif(IS_CUDA, reason="what a CPU's backend is given is noted")
+def test_prompts_in_chunks_behind_a_tree_are_attended_without_its_rows(
+    trees: TestEngine, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import SamplingParams
+
+    set_policy(trees, static_k=15, max_k=SLOTS)
+    given, asked = backend_calls(trees, monkeypatch), SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    assert answers_in_turn(trees, monkeypatch, PROMPTS[:3], [asked] * 3, 16) == plain[:3]
+    assert all(call.are_trees_first for call in given)
+    assert {(call.rows, call.num_requests) for call in given} >= {(32, 2)}
+    assert trees.honed.errors.count == 0
 
 
 def test_steps_with_chains_and_with_trees_take_turns(

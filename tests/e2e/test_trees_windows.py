@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.engine import DRAFTER, IS_CUDA, IS_SLOW, IS_V2, TestEngine, engine, held_out
+from tests.e2e.beside_trees import backend_calls
+from tests.e2e.engine import DRAFTER, IS_CUDA, IS_SLOW, IS_V2, K, TestEngine, engine, held_out
 from tests.e2e.logged import counted, rounds, set_policy, take_batches
 from tests.e2e.swapping import wait_until_trees_may_grow
 from tests.e2e.test_sampling_unchanged import mend_vllm_cpu
@@ -108,6 +109,23 @@ def test_tokens_are_those_without_speculation(trees: TestEngine, references: lis
         assert sum(row["accepted"] for row in rows) > 0
         columns = [batch.rounds for batch in batches]
         assert any(max(one.nodes, default=0) >= 1 for one in columns), "no path left the chain's first node: nothing was moved"
+    assert trees.honed.errors.count == 0
+
+
+@pytest.mark.skipif(IS_CUDA, reason="what a CPU's backend is given is noted")
+def test_a_chain_behind_trees_is_attended_without_their_rows(
+    trees: TestEngine, references: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import SamplingParams
+
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    trees.scheduler.reset_prefix_cache()
+    given, last = backend_calls(trees, monkeypatch), len(PROMPTS) - 1
+    sampling = [SamplingParams(**ASKED, logprobs=1 if i == last else None) for i in range(len(PROMPTS))]
+    found = trees.llm.generate(PROMPTS, sampling, use_tqdm=False)
+    trees.end_steps()
+    assert [list(one.outputs[0].token_ids) for one in found] == references
+    assert {(call.rows, call.num_requests) for call in given if call.are_trees_first} >= {(K + 1, 1)}
     assert trees.honed.errors.count == 0
 
 
