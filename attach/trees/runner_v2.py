@@ -6,7 +6,7 @@ As on V1 (`runner_v1.py`) with a scheduler that runs ahead. vLLM keeps drafts by
     prepare_attn       slots of a chain, then the positions of the nodes' depths; M-RoPE's in `prepare_inputs`
     the target         `TreeLayers`
     rejection_sampler  vLLM's own sampler draws at every row, by the request's seed and the row's position; then the walk, K
-                       and V to the slots after the anchor, positions as in a chain
+                       and V to the slots after the anchor, positions as in a chain. vLLM's runs only for chains beside trees
     propose            rows of the accepted path first; from the drafter's candidates the next trees grow
 
 vLLM makes the drafter, and captures its CUDA graphs, before honed attaches. So `prepare_workers` has to run when plugins are
@@ -53,6 +53,8 @@ _MODEL_STATES = ("DefaultModelState", "MambaHybridModelState")
 """Those that take nothing from neighbouring rows but what the layers do."""
 _GROWING = ("DFlashSpeculator", "DFlash2Speculator")
 """vLLM's speculators that trees grow from."""
+_NO_LOGPROBS = -1
+"""vLLM's number of log-probabilities of a request that wants none."""
 _OWN_PROCESSORS = 3
 """Logits processors of vLLM itself: biases, penalties, bad words."""
 
@@ -329,22 +331,26 @@ class TreesV2:
         step, self.layers.step = self.layers.step, None
         if step is None:
             return stock(logits, batch, *args, **kwargs)
-        drawn = None
+        drawn = output = None
         try:
             if not self.layers.has_failed:
-                drawn = self._draw(step, logits, batch)
+                drawn = self._draw(logits, batch)
+                output = self._of_draws(step, drawn, batch)
         except Exception:
             self._fail("drawing at tree rows")
-        output = stock(logits, batch, *args, **kwargs)
-        # From here on the first token of a tree's round is the only sure one: vLLM drew it from the anchor's row.
-        output.num_sampled.index_fill_(0, step.batch_index, 1)  # indexed, a number would be copied to the device first
-        output.num_rejected[step.batch_index] = step.num_nodes.to(output.num_rejected.dtype)
+        if output is None:
+            output = stock(logits, batch, *args, **kwargs)
+            # vLLM took the tree for a chain: of its round only the first token is sure, which is from the anchor's row.
+            output.num_sampled.index_fill_(0, step.batch_index, 1)  # indexed, a number would be copied to the device first
+            output.num_rejected[step.batch_index] = step.num_nodes.to(output.num_rejected.dtype)
         try:
             _move(batch.positions, step, step.place)
             if drawn is None:
                 self._num_failures += self.layers.has_failed
                 return output
-            walked = walk(step.trees, step.num_verified, drawn, self.depth)
+            first = batch.cu_num_logits[step.batch_index].long()
+            of_trees = step.by_request(drawn[first[step.request] + step.place])
+            walked = walk(step.trees, step.num_verified, of_trees, self.depth)
             mappings = self._slot_mappings
             assert mappings is not None
             self.layers.compact(step, lambda group: step.slots(mappings[group]), walked.path, walked.num_accepted)
@@ -360,7 +366,7 @@ class TreesV2:
             self._fail("walking trees")
         return output
 
-    def _draw(self, step: TreeStep, logits: torch.Tensor, batch: Any) -> torch.Tensor:  # -> [B, 1 + N]
+    def _draw(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:  # -> [L]
         """The target's draw at each row, by vLLM's own sampler, which makes float32 copies of the logits."""
         at, lengths = batch.logits_indices, batch.seq_lens_cpu_upper_bound.numpy()
         positions, tokens, drawn = batch.positions[at], batch.input_ids[at], []
@@ -376,8 +382,30 @@ class TreesV2:
                 lengths[requests],
             )
             drawn.append(part)
-        first = batch.cu_num_logits[step.batch_index].long()
-        return step.by_request(torch.cat(drawn)[first[step.request] + step.place])
+        return torch.cat(drawn)
+
+    def _of_draws(self, step: TreeStep, drawn: torch.Tensor, batch: Any) -> Any:  # [L]
+        """What vLLM's rejection sampler would give, with the draw at each request's first row.
+
+        None where vLLM's own has more to do: chains to verify, log-probabilities, numbers that aren't finite to count.
+        """
+        sampler = self._runner.sampler
+        has_chains = np.count_nonzero(batch.num_draft_tokens_per_req) > len(step.request_ids)
+        if has_chains or sampler.compute_nans or sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np) != _NO_LOGPROBS:
+            return None
+        from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+        from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+        sampled = drawn.new_zeros((batch.num_reqs, self.slots + 1))
+        sampled[:, 0] = drawn[batch.cu_num_logits[:-1].long()]
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            batch.seq_lens.new_ones(batch.num_reqs),
+            batch.seq_lens,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            self._runner.req_states.prefill_len.gpu,
+        )
+        return SamplerOutput(sampled, None, None, num_sampled, num_rejected)
 
     # --- the drafter's pass -------------------------------------------------------------------------------------------
 

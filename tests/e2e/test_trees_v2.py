@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from honed.attach.trees import runner_v2
 from honed.daemon.install.vllm_args import table_for
 from honed.kernels.cache import compact_kv
 from honed.kernels.trees import top_candidates, tree_attention, tree_build
 from honed.kernels.verify import walk_tree
+from tests.e2e.beside_trees import answers_in_turn
 from tests.e2e.device_waits import device_waits, of_honed
 from tests.e2e.engine import DRAFTER, IS_CUDA, IS_SLOW, IS_V2, K, TestEngine, engine, held_out
 from tests.e2e.failing import fail_sometimes
@@ -164,10 +166,94 @@ def test_seeded_tokens_are_those_without_speculation(
     """Also where the logits of a batch are too many to draw from at once."""
     monkeypatch.setattr("honed.attach.trees.runner_v2.MOST_DRAWN_BYTES", 1)
     set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    steps = sampled_steps(trees, monkeypatch)
     assert trees.generate(PROMPTS, **SEEDED) == references["seeded"]
+    assert not any(step.has_chains for step in steps if step.has_trees)
+    check_sampled(steps, beside_chains=False)
 
 
-@pytest.mark.parametrize("where", ["_place", "_draw"])
+class Sampled(NamedTuple):
+    """A step with drafts."""
+
+    has_trees: bool
+    has_chains: bool
+    num_stock: int
+    """Calls of vLLM's rejection sampler."""
+
+
+def sampled_steps(running: TestEngine, monkeypatch: pytest.MonkeyPatch) -> list[Sampled]:
+    """Note steps with drafts from here on."""
+    sampler, found, calls = worker_of(running).model_runner.rejection_sampler, list[Sampled](), list[Any]()
+    stock, verify, layers = sampler._stock, sampler._verify, worker_of(running)._honed_trees.layers
+
+    def counted_stock(*args: Any) -> Any:
+        calls.append(args)
+        return stock(*args)
+
+    def noted(given: Any, logits: Any, batch: Any, *args: Any) -> Any:
+        calls.clear()
+        num_trees = 0 if layers.step is None else len(layers.step.request_ids)
+        num_drafted = int((batch.num_draft_tokens_per_req > 0).sum())
+        output = verify(given, logits, batch, *args)
+        found.append(Sampled(num_trees > 0, num_drafted > num_trees, len(calls)))
+        return output
+
+    monkeypatch.setattr(sampler, "_stock", counted_stock)
+    monkeypatch.setattr(sampler, "_verify", noted)
+    return found
+
+
+def check_sampled(steps: list[Sampled], *, beside_chains: bool) -> None:
+    """vLLM's rejection sampler ran once where there were chains, and not where there were trees alone."""
+    with_trees = [step for step in steps if step.has_trees]
+    assert any(step.has_chains == beside_chains for step in with_trees), "nothing is shown"
+    assert all(step.num_stock == step.has_chains for step in with_trees)
+
+
+def test_vllms_rejection_sampler_has_no_part_in_steps_of_trees(
+    trees: TestEngine, references: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside a request without drafts, which has penalties of its own."""
+    from vllm import SamplingParams
+
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    steps = sampled_steps(trees, monkeypatch)
+    undrafted = SamplingParams(**PENALTIES, extra_args={"honed_max_draft_tokens": 0})
+    seeded = SamplingParams(**SEEDED)
+    found = trees.llm.generate([PROMPTS[0], *PROMPTS[1:]], [undrafted, *[seeded] * len(PROMPTS[1:])], use_tqdm=False)
+    trees.end_steps()
+    assert [list(one.outputs[0].token_ids) for one in found] == references["penalties"] + references["seeded"][1:]
+    assert not any(step.has_chains for step in steps if step.has_trees)
+    check_sampled(steps, beside_chains=False)
+
+
+def test_vllms_rejection_sampler_verifies_chains_beside_trees(
+    trees: TestEngine, references: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import SamplingParams
+
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    steps = sampled_steps(trees, monkeypatch)
+    asked = [SamplingParams(**PENALTIES), *[SamplingParams(**SEEDED)] * len(PROMPTS[1:])]
+    found = trees.llm.generate(PROMPTS, asked, use_tqdm=False)
+    trees.end_steps()
+    assert [list(one.outputs[0].token_ids) for one in found] == references["penalties"] + references["seeded"][1:]
+    check_sampled(steps, beside_chains=True)
+
+
+def test_a_prompt_in_chunks_beside_a_tree_yields_no_token(
+    trees: TestEngine, references: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import SamplingParams
+
+    set_policy(trees, static_k=6, max_k=SLOTS)
+    steps = sampled_steps(trees, monkeypatch)
+    found = answers_in_turn(trees, monkeypatch, PROMPTS[:2], [SamplingParams(**SEEDED)] * 2, 4)
+    assert found == references["seeded"][:2]
+    check_sampled(steps, beside_chains=False)
+
+
+@pytest.mark.parametrize("where", ["_place", "_draw", "walk"])
 def test_a_failure_costs_acceptance_and_no_token(
     trees: TestEngine, references: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,10 +261,12 @@ def test_a_failure_costs_acceptance_and_no_token(
     set_policy(trees, static_k=SLOTS, max_k=SLOTS)
     take_batches(trees)
     errors = trees.core.model_executor.driver_worker.worker._honed_errors
-    fail_sometimes(monkeypatch, mine, where, every=4, at=2)
+    fail_sometimes(monkeypatch, runner_v2 if where == "walk" else mine, where, every=4, at=2)
     monkeypatch.setattr(errors, "count", errors.count)
     try:
-        assert trees.generate(PROMPTS, **GREEDY) == references["greedy"]
+        # The others leave the tree to vLLM as a chain, whose tokens at a temperature aren't those without speculation.
+        name, asked = ("seeded", SEEDED) if where == "walk" else ("greedy", GREEDY)
+        assert trees.generate(PROMPTS, **asked) == references[name]
         untold = without_tree(take_batches(trees), K)
         assert untold != []
         assert all(row["trimmed"] == row["k"] - row["accepted"] for row in untold), "its nodes count as a chain's drafts"
