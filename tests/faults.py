@@ -51,6 +51,7 @@ FAULTS = (
     "a hung worker that hung the engine for good",
     "a disk that hangs while an engine says hello",
     "a host without honed among an engine's workers",
+    "another kernel for each number of nodes",
     # training and weights
     "captured rows that aren't finite",
     "captured tokens outside the vocabulary",

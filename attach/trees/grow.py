@@ -14,7 +14,16 @@ MOST_FAILURES = 8
 """After more, an engine has no trees any more."""
 
 
-def grow(logits: torch.Tensor, temperature: torch.Tensor | None, num_nodes: int) -> DraftTrees:  # [B, D, V], [B]
-    """Grow each request's best tree of so many nodes at its temperature; None: greedy."""
+def grow(
+    logits: torch.Tensor,  # [B, D, V]
+    temperature: torch.Tensor | None,  # [B]
+    num_nodes: int,
+    num_slots: int,  # N
+) -> DraftTrees:
+    """Grow each request's best tree of so many nodes at its temperature; None: greedy.
+
+    Args:
+        num_slots: nodes that a tree has room for. They and D are the same in each step: another number compiles other kernels.
+    """
     log_probs, tokens = top_candidates(logits, min(NUM_CANDIDATES, logits.shape[-1]), temperature)
-    return tree_build(log_probs, tokens, torch.full((len(logits),), num_nodes, device=logits.device), num_nodes)
+    return tree_build(log_probs, tokens, torch.full((len(logits),), num_nodes, device=logits.device), num_slots)

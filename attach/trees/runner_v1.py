@@ -8,8 +8,8 @@ What differs lies in the runner alone, in this order:
     the target        `TreeLayers`: a row attends to its ancestors
     _sample           vLLM samples as ever; then the walk replaces what it found for trees, K/V of the accepted path move to the
                       slots after the anchor, and positions count on from it again
-    propose           rows of the accepted path come first, as in a chain; the drafter drafts its whole block, D tokens, and
-                      from its logits the next trees grow
+    propose           rows of the accepted path come first, as in a chain; where trees may grow, the drafter drafts its whole
+                      block, D tokens, however few nodes are wanted, and from its logits the next trees grow
     take_draft_token_ids   in step with the scheduler, each list is cut to its tree's nodes
 
 Where the scheduler runs a step ahead, drafts stay on the device, and nothing here waits for it. vLLM puts the last step's
@@ -130,7 +130,8 @@ class TreesV1:
 
         def propose_trees(*args: Any, **kwargs: Any) -> Any:
             most = kwargs["num_speculative_tokens"]
-            kwargs["num_speculative_tokens"] = min(most, self.depth)
+            length = min(most, self.depth)  # of a chain
+            kwargs["num_speculative_tokens"] = self.depth if most and self._may_grow else length
             try:
                 if self._walked is not None:
                     kwargs |= self._in_order(kwargs)
@@ -142,16 +143,16 @@ class TreesV1:
             drafts = propose(*args, **kwargs)
             if not most:
                 return drafts
-            count, depth = drafts.shape
+            chains = drafts[:, :length]
             # A scheduler that runs ahead has scheduled so many already, and vLLM's runner looks for them.
-            padded = torch.nn.functional.pad(drafts, (0, most - depth))
-            self._lengths = [depth] * count
+            padded = torch.nn.functional.pad(chains, (0, most - length))
+            self._lengths = [length] * len(chains)
             try:
-                self._grow(padded, kwargs["sampling_metadata"], depth)
+                self._grow(padded, kwargs["sampling_metadata"])
             except Exception:
                 self._fail("growing trees")
-                self._growing, self._lengths = None, [depth] * count
-                padded[:, :depth] = drafts
+                self._growing, self._lengths = None, [length] * len(chains)
+                padded[:, :length] = chains
             return padded
 
         def _sample_draft_tokens(hidden_states: Any, sampling_metadata: Any) -> Any:
@@ -289,7 +290,7 @@ class TreesV1:
         order = order_of_rows(step, walked, len(tokens))
         return {"target_hidden_states": hidden[order], "target_token_ids": tokens[order]}
 
-    def _grow(self, padded: torch.Tensor, sampling_metadata: Any, depth: int) -> None:  # [R, N]
+    def _grow(self, padded: torch.Tensor, sampling_metadata: Any) -> None:  # [R, most nodes of a tree]
         """Grow a tree in the place of the drafts of each request that can have one; the others keep their chain."""
         batch, logits = self._runner.input_batch, self._logits
         count, most = padded.shape
@@ -301,8 +302,8 @@ class TreesV1:
         assert logits is not None
         (at,) = on_device((grown,), padded.device)
         temperature = None if sampling_metadata.all_greedy else sampling_metadata.temperature[at]
-        trees = grow(logits.view(count, depth, -1)[at], temperature, most)
-        padded[at] = trees.tokens.to(padded.dtype)
+        trees = grow(logits.view(count, self.depth, -1)[at], temperature, most, self._runner.num_spec_tokens)
+        padded[at] = trees.tokens[:, :most].to(padded.dtype)
         tokens, lengths = None, self._lengths
         assert lengths is not None
         if not self._is_ahead:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from honed.kernels.trees.reference import DraftTrees
+from honed.kernels.trees.tree_build import tree_build
 from tests.e2e.beside_trees import answers_in_turn, backend_calls
 from tests.e2e.device_waits import device_waits, of_honed
 from tests.e2e.engine import DRAFTER, IS_ASYNC, IS_CUDA, IS_V2, TARGET, K, TestEngine, engine, held_out
@@ -144,9 +146,17 @@ def test_tokens_are_those_without_speculation_and_events_are_vllms(
             assert all(node < k for node in nodes)
 
 
-def test_more_nodes_accept_more_than_the_chain(trees: TestEngine) -> None:
-    lengths = {}
-    for budget in (7, 15, 31):
+@pytest.mark.fault("another kernel for each number of nodes")
+def test_more_nodes_accept_more_than_the_chain(trees: TestEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All from kernels of one size: those of another would be compiled within a step."""
+    lengths, sizes = {}, set[tuple[int, int]]()
+
+    def build(log_probs: torch.Tensor, ids: torch.Tensor, budgets: torch.Tensor, max_nodes: int) -> DraftTrees:
+        sizes.add((log_probs.shape[1], max_nodes))
+        return tree_build(log_probs, ids, budgets, max_nodes)
+
+    monkeypatch.setattr("honed.attach.trees.grow.tree_build", build)
+    for budget in (3, 7, 15, 31):
         set_policy(trees, static_k=budget, max_k=SLOTS)
         before = trees.counters()
         answers(trees)
@@ -156,11 +166,13 @@ def test_more_nodes_accept_more_than_the_chain(trees: TestEngine) -> None:
         rows = [batch.rounds for batch in take_batches(trees)]
         chain = 1 + sum(sum(r.chain_accepted) for r in rows) / sum(sum(c > 0 for c in r.chain_tokens) for r in rows)
         assert lengths[budget] > chain
-    assert lengths[7] < lengths[15] < lengths[31]
+    assert lengths[3] < lengths[7] < lengths[15] < lengths[31]
+    assert sizes == {(K, SLOTS)}
 
 
-def test_chains_trees_and_none_in_one_step(trees: TestEngine, plain: list[list[int]]) -> None:
-    set_policy(trees, static_k=15, max_k=SLOTS)
+@pytest.mark.parametrize("budget", [15, 3])
+def test_chains_trees_and_none_in_one_step(trees: TestEngine, plain: list[list[int]], budget: int) -> None:
+    set_policy(trees, static_k=budget, max_k=SLOTS)
     ceilings = [0, 3, 31, -1]
     asked: list[dict[str, Any]] = [
         {"temperature": 0.0, "extra_args": {"honed_max_draft_tokens": ceilings[i // 2], "honed_workload": f"w{i}"}}
@@ -171,10 +183,14 @@ def test_chains_trees_and_none_in_one_step(trees: TestEngine, plain: list[list[i
     assert each(trees, PROMPTS, asked) == plain
     batches = take_batches(trees)
     is_tree: dict[str, set[bool]] = {}
+    chains = set[int]()
     for batch in batches:
         columns = batch.rounds
-        for label, chain in zip(columns.workload, columns.chain_tokens or [0] * len(columns.step), strict=True):
+        trees_chains = columns.chain_tokens or [0] * len(columns.step)
+        for label, k, chain in zip(columns.workload, columns.num_draft_tokens, trees_chains, strict=True):
             is_tree.setdefault(batch.workloads[label], set()).add(chain > 0)
+            chains |= set() if chain else {k}
+    assert max(chains) == min(budget, K)
     assert all(is_tree[f"w{i}"] == {False} for i in (0, 1, 2, 4, 6))
     assert all(True in is_tree[f"w{i}"] for i in (3, 5, 7))
 

@@ -6,6 +6,7 @@ So what is compiled has the types, sizes and alignments that launchers give it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from honed.attach.trees.grow import grow
 from honed.kernels.cache import compact_kv
 from honed.kernels.cache.compact_kv import KvPlanes
 from honed.kernels.capture import context_features
@@ -120,6 +122,53 @@ def test_after_its_runs_nothing_of_a_trees_growth_is_compiled(compiled: list[Any
         top_candidates.launch(logits, torch.ones(requests), torch.zeros(ids.shape), ids)
         trees = tree_build.allocate(requests, 15, "cpu")
         tree_build.launch(torch.zeros(ids.shape), ids, torch.full((requests,), 15), trees)
+    assert {kernel.hash for kernel in compiled} == known
+
+
+def test_after_their_runs_trees_of_any_size_compile_nothing(compiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler asks for another number of nodes in each step."""
+    slots, depth, vocabulary, most_requests, tokens = 31, 7, 32_000, 2, 4096
+    cpu, cache = torch.device("cpu"), torch.zeros(3, 16, 2, 64, dtype=HALF)
+    gates, states = torch.zeros(99, 4), torch.zeros(3, 4, 64, 64)
+
+    def top(logits: torch.Tensor, count: int, temperature: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        found = torch.zeros(*logits.shape[:2], count), ints(*logits.shape[:2], count)
+        top_candidates.launch(logits, temperature, *found)
+        return found
+
+    def build(log_probs: Any, ids: Any, budgets: Any, candidates: Any, trees: reference.DraftTrees) -> None:
+        tree_build.launch(log_probs, ids, budgets, trees, candidates)
+
+    def delta_rule(rows: int, starts: torch.Tensor, masks: torch.Tensor) -> None:
+        k, v = torch.zeros(rows, 2, 64, dtype=HALF), torch.zeros(rows, 4, 64, dtype=HALF)
+        given = k, k, v, gates[:rows], gates[:rows], states, starts[:-1].long(), starts, masks
+        tree_delta_rule.launch(*given, slots + 1)
+
+    monkeypatch.setattr(reference, "top_candidates", top)
+    monkeypatch.setattr(tree_build, "build_on_host", build)
+    sizes = {"num_heads": 2, "num_slots": slots, "most_requests": most_requests, "most_tokens": tokens}
+    for run in (
+        *warm_up.candidate_runs(depth, 8, vocabulary, HALF, cpu, most_requests, [False, True]),
+        warm_up.build_run(depth, 8, slots, cpu),
+        functools.partial(walk_tree.compile_walk, slots, depth, cpu),
+        *warm_up.attention_runs(cache, cache, **sizes),
+    ):
+        run()
+    delta_rule(2, ints(2), ints(1, slots + 1, 1))
+    known = {kernel.hash for kernel in compiled}
+    for nodes in (3, 12, 20):
+        for requests in (1, 2):
+            temperature = torch.ones(requests) if nodes > 3 else None
+            trees = grow(torch.zeros(requests, depth, vocabulary, dtype=HALF), temperature, nodes, slots)
+            rows, starts = requests * (nodes + 1), ints(requests + 1)
+            q = torch.zeros(rows, 2, 64, dtype=HALF)
+            prefix = reference.PagedPrefix(cache, cache, ints(requests, tokens // 16), ints(requests))
+            plan = choose_plan(requests, 2, 1, nodes + 1, 64, tokens, 2, 2, Device())
+            given = q, q, q, starts, trees.row_masks, nodes + 1, 0.1, prefix, plan.num_splits
+            tree_attention.launch(*given, torch.empty_like(q), torch.empty(rows, 2), plan)
+            drawn = torch.zeros(requests, trees.tokens.shape[1] + 1).long()
+            walk_tree.launch(trees.tokens, trees.parents, torch.zeros(requests).long(), drawn, depth)
+            delta_rule(rows, starts, trees.row_masks)
     assert {kernel.hash for kernel in compiled} == known
 
 

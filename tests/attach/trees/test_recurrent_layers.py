@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from honed.attach.trees import recurrent_layers
+from honed.attach.trees.grow import grow
 from honed.attach.trees.recurrent_layers import RecurrentLayers
+from honed.attach.trees.tree_step import tree_step
 
 
 class Base:
@@ -93,3 +96,35 @@ def test_a_step_with_trees_doesnt_norm_in_vllms_kernel_and_fails_alone() -> None
     nothing = torch.zeros(0, dtype=torch.int64)
     with pytest.raises(RuntimeError, match="0 of 1 recurrent layers"):
         layers.commit(guard.step, nothing, nothing)
+
+
+@pytest.mark.fault("another kernel for each number of nodes")
+def test_a_tree_of_fewer_nodes_than_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its outputs are those of an engine with as many slots as nodes."""
+    heads, key_heads, width, taps, depth, nodes, generator = 4, 2, 16, 4, 5, 12, torch.Generator().manual_seed(4)
+    channels = (2 * key_heads + heads) * width
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    layer: Any = QwenGatedDeltaNetAttention()
+    layer.kv_cache = [randn(9, channels, taps - 1), randn(9, heads, width, width)]
+    layer.conv1d = SimpleNamespace(weight=randn(channels, 1, taps), bias=None)
+    layer.A_log, layer.dt_bias = randn(heads), randn(heads)
+    sizes = [key_heads * width, key_heads * width, heads * width]
+    layer.rearrange_mixed_qkv = lambda mixed: [part.view(1, len(mixed), -1, width) for part in mixed.split(sizes, -1)]
+    monkeypatch.setattr(recurrent_layers, "_views", lambda of: tuple(of.kv_cache))
+    monkeypatch.setattr(RecurrentLayers, "_slots_of", lambda *_: torch.tensor([[3, 4], [7, 8]]))
+    logits, rows = randn(2, depth, 40), 2 * (nodes + 1)
+    mixed, b, a = randn(rows, channels), randn(rows, heads), randn(rows, heads)
+    found = []
+    for slots in (31, nodes):
+        trees = grow(logits, None, nodes, slots)
+        assert trees.num_nodes.tolist() == [nodes, nodes]
+        guard = Guard(tree_step(["a", "b"], [0, 1], [0, nodes + 1], torch.tensor([40, 7]), [nodes, nodes], trees))
+        out = torch.zeros(rows, heads, width)
+        RecurrentLayers({"layer": layer}, guard, slots, NONE)._run("layer", mixed, b, a, out, lambda: None)
+        assert not guard.errors
+        found.append(out)
+    torch.testing.assert_close(*found)
+    assert found[0].flatten(1).any(1).sum() == rows - 2  # those of all nodes
