@@ -1,4 +1,4 @@
-"""What rounds say of their trees: copied beside the step's tokens, and told with them."""
+"""What rounds say of their trees: copied beside the step's tokens, or after them, and told with them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from honed.attach.trees.tree_step import TreeStep
 from honed.attach.trees.walk import Walk, describe
 
 Told = tuple[list[str], list[torch.Tensor]]
-"""Requests, and what `describe` takes."""
+"""Requests, and what `describe` takes. Nothing is written to these tensors any more."""
 
 
 def to_host(step: TreeStep, walked: Walk, side: Any) -> Told:
-    """Copy it to the host without waiting, on the stream that carries the step's tokens; None: at once."""
+    """Copy it to the host without waiting, on the stream that carries the step's tokens.
+
+    Args:
+        side: None: nothing is copied yet, since drafts are still to be launched. `tell` copies when vLLM has the tokens.
+    """
     wanted = [step.trees.parents, step.trees.ranks, step.num_verified, walked.path]
-    if not walked.path.is_cuda or side is None:
-        return step.request_ids, [tensor.cpu() for tensor in wanted]
+    if side is None or not walked.path.is_cuda:
+        return step.request_ids, wanted
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for tensor in wanted:
