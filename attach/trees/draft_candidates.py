@@ -96,7 +96,8 @@ class DraftCandidates:
         speculator, device = self._speculator, self.log_probs.device
         if not self._num_scored:
             shape = self.depth, min(NUM_CANDIDATES, speculator.vocab_size), speculator.vocab_size
-            yield from candidate_runs(*shape, speculator.dtype, device, speculator.max_num_reqs, [True])
+            # Rows of vLLM's head are padded; those mapped to a larger vocabulary aren't.
+            yield from candidate_runs(*shape, speculator.dtype, device, speculator.max_num_reqs, [True], [False, True])
         yield build_run(self.depth, NUM_CANDIDATES, num_slots, device, self._num_scored)
 
     def _find(self, logits: torch.Tensor) -> None:  # [R * D, V]

@@ -6,6 +6,7 @@ is a call of a shape that needs another one: of one request without rows, or wit
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -17,6 +18,8 @@ from honed.kernels.trees.tree_attention_plan import Plan, different_plans
 
 Run = Callable[[], object]
 _FEW_ROWS = 16
+_HEAD_ROWS = 64
+"""vLLM's head has a multiple of so many rows. So has each row of its logits, of which it gives a view."""
 
 
 def attention_runs(
@@ -72,12 +75,19 @@ def candidate_runs(
     device: torch.device,
     most_requests: int,
     have_temperatures: Sequence[bool],
+    have_padding: Sequence[bool] = (False,),
 ) -> Iterator[Run]:
-    """Compile `top_candidates` for 1 … `most_requests` requests, with and without temperatures as `have_temperatures` says."""
+    """Compile `top_candidates` for 1 … `most_requests` requests.
 
-    def run_of(num_splits: int, has_temperature: bool) -> Run:
+    Args:
+        have_temperatures: with temperatures, without, or both.
+        have_padding: rows of logits as vLLM's head leaves them, which it pads to a multiple of 64 tokens, without, or both.
+    """
+    lengths = {-(-vocabulary // _HEAD_ROWS) * _HEAD_ROWS if is_padded else vocabulary for is_padded in have_padding}
+
+    def run_of(num_splits: int, length: int, has_temperature: bool) -> Run:
         def run() -> None:
-            logits = torch.zeros((1, num_depths, vocabulary), dtype=dtype, device=device)
+            logits = torch.zeros((1, num_depths, length), dtype=dtype, device=device)[..., :vocabulary]
             temperature = torch.ones(1, device=device) if has_temperature else None
             log_probs = torch.empty((1, num_depths, num_candidates), device=device)
             ids = torch.empty(log_probs.shape, dtype=torch.int32, device=device)
@@ -87,7 +97,7 @@ def candidate_runs(
 
     numbers = {top_candidates.choose_splits(requests * num_depths, vocabulary) for requests in range(1, most_requests + 1)}
     splits = {top_candidates.kernels_for(number, vocabulary): number for number in numbers}
-    yield from (run_of(number, has_one) for number in splits.values() for has_one in have_temperatures)
+    yield from itertools.starmap(run_of, itertools.product(splits.values(), sorted(lengths), have_temperatures))
 
 
 def build_run(num_depths: int, num_candidates: int, num_slots: int, device: torch.device, num_predecessors: int = 0) -> Run:

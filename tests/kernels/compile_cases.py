@@ -7,6 +7,7 @@ So what is compiled has the types, sizes and alignments that launchers give it.
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from honed.attach.trees.draft_candidates import DraftCandidates
 from honed.attach.trees.grow import grow
 from honed.kernels.cache import compact_kv
 from honed.kernels.cache.compact_kv import KvPlanes
@@ -109,16 +111,15 @@ def test_after_its_runs_attention_of_trees_compiles_nothing(compiled: list[Any],
     assert {kernel.hash for kernel in compiled} == known
 
 
-@pytest.mark.parametrize("vocabulary", [151_936, 32_003])
-def test_after_its_runs_nothing_of_a_trees_growth_is_compiled(compiled: list[Any], vocabulary: int) -> None:
-    cpu = torch.device("cpu")
-    for run in warm_up.candidate_runs(7, 8, vocabulary, HALF, cpu, 64, [True]):
+@pytest.mark.parametrize(("vocabulary", "row"), [(151_936, 151_936), (32_003, 32_003), (32_003, 32_064)])
+def test_after_its_runs_nothing_of_a_trees_growth_is_compiled(compiled: list[Any], vocabulary: int, row: int) -> None:
+    of_v2 = SimpleNamespace(num_speculative_steps=7, max_num_reqs=64, device="cpu", vocab_size=vocabulary, dtype=HALF)
+    for run in DraftCandidates(of_v2).kernels(15):
         run()
-    warm_up.build_run(7, 8, 15, cpu)()
     known = {kernel.hash for kernel in compiled}
     assert 2 <= len(known) <= 16
     for requests in (1, 2, 5, 16, 33, 64):
-        logits, ids = torch.zeros(requests, 7, vocabulary, dtype=HALF), torch.zeros(requests, 7, 8, dtype=torch.int32)
+        logits, ids = torch.zeros(requests, 7, row, dtype=HALF)[..., :vocabulary], ints(requests, 7, 8)
         top_candidates.launch(logits, torch.ones(requests), torch.zeros(ids.shape), ids)
         trees = tree_build.allocate(requests, 15, "cpu")
         tree_build.launch(torch.zeros(ids.shape), ids, torch.full((requests,), 15), trees)
