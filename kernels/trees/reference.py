@@ -31,15 +31,13 @@ class DraftTrees(NamedTuple):
     """The trees of a batch, nodes in the order they were admitted, parents before children.
 
     `row_masks` has one more row: row 0 is the anchor, node n is row n + 1. Bit j of a row says that it attends to row j of its
-    own request (bit j % 32 of word j // 32). Past a tree's last node, tokens, ranks, depths and words are 0, parents ROOT and
-    scores −inf.
+    own request (bit j % 32 of word j // 32). Past a tree's last node, tokens, ranks, depths and words are 0, and parents ROOT.
     """
 
     tokens: torch.Tensor  # [B, N] int32
     ranks: torch.Tensor  # [B, N] int32, index among its depth's candidates, 0 the most likely
     parents: torch.Tensor  # [B, N] int32, ROOT for children of the anchor
     depths: torch.Tensor  # [B, N] int32, from 1
-    scores: torch.Tensor  # [B, N] float64, log-probability of the path
     row_masks: torch.Tensor  # [B, N + 1, W] int32
     num_nodes: torch.Tensor  # [B] int32
 
@@ -110,7 +108,6 @@ def tree_build(
     nodes = torch.zeros((4, num_requests, max_nodes), dtype=torch.int64, device=device)
     tokens, ranks, parents, depths = nodes.unbind()
     parents.fill_(ROOT)
-    scores = torch.full((num_requests, max_nodes), float("-inf"), dtype=torch.float64, device=device)
     num_words = words_of(max_nodes)
     attends = torch.zeros((num_requests, max_nodes + 1, num_words * 32), dtype=torch.bool, device=device)
     attends[:, 0, 0] = True
@@ -136,7 +133,6 @@ def tree_build(
         own_row = zero if candidates is None else candidates.flatten(1).gather(1, place[:, None])[:, 0].long()
         for column, value in ((tokens, found), (ranks, rank), (parents, slot[:, 0] - 1), (depths, depth + 1)):
             column[:, n] = torch.where(is_new, value, column[:, n])
-        scores[:, n] = torch.where(is_new, score, scores[:, n])
         row = attends.gather(1, slot[:, :, None].expand(-1, -1, num_words * 32))[:, 0]
         row[:, n + 1] = True
         attends[:, n + 1] = row & is_new[:, None]
@@ -152,7 +148,7 @@ def tree_build(
         key[:, n + 1] = ((depth - 7) << 60) + longer
 
     tokens, ranks, parents, depths = nodes.int().unbind()
-    return DraftTrees(tokens, ranks, parents, depths, scores, pack_bits(attends), num_nodes.int())
+    return DraftTrees(tokens, ranks, parents, depths, pack_bits(attends), num_nodes.int())
 
 
 def words_of(max_nodes: int) -> int:

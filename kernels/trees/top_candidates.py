@@ -190,8 +190,6 @@ def top_candidates(
     logits: torch.Tensor,  # [B, D, V]
     num_candidates: int,  # m
     temperature: torch.Tensor | None = None,  # [B]
-    *,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [B, D, m] float32, [B, D, m] int32
     """Take each depth's `num_candidates` most likely tokens; Triton on a GPU, its plain twin elsewhere.
 
@@ -209,15 +207,10 @@ def top_candidates(
     if not 1 <= num_candidates <= most:
         raise ValueError(f"top_candidates: {num_candidates} candidates of {logits.shape[2]} tokens: ask for 1 to {most}")
     shape = (*logits.shape[:2], num_candidates)
-    if out is None:
-        out = (
-            torch.empty(shape, dtype=torch.float32, device=logits.device),
-            torch.empty(shape, dtype=torch.int32, device=logits.device),
-        )
-    elif any(part.shape != shape or not part.is_contiguous() for part in out):
-        raise ValueError(f"top_candidates: `out` must be two contiguous tensors {list(shape)}")
-    _top_candidates_op(logits, temperature, *out)
-    return out
+    log_probs = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    _top_candidates_op(logits, temperature, log_probs, ids)
+    return log_probs, ids
 
 
 @torch.library.custom_op("honed::top_candidates", mutates_args=("log_probs", "ids"))

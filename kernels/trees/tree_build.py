@@ -3,7 +3,7 @@
 Computes: reference.tree_build, ties included: the same float64 sums in the same order. Nodes are admitted one after the other.
 The heap has one slot a node, in registers: the node's next child. So popping the best is one reduction over (score, key, slot)
 and pushing is two writes. Ancestor masks come after the last node, by pointer jumping (log₂ D gathers a word).
-Moves: B·(D·m·8 + N·(32 + 4·W)) bytes, some 0.3 MB at batch 64, budget 32, top-8 of 15 depths: negligible. The floor is latency,
+Moves: B·(D·m·8 + N·(16 + 4·W)) bytes, some 0.1 MB at batch 64, budget 32, top-8 of 15 depths: negligible. The floor is latency,
 N dependent reductions of a warp. The warp is alone in its program, so none of them waits at a barrier.
 A next token's probability may depend on the token before (`candidates`), as a DFlash2 drafter's does: the table then has a row
 for each candidate of the depth above.
@@ -61,7 +61,6 @@ if triton is not None:
         ranks_ptr,
         parents_ptr,
         depths_ptr,
-        scores_ptr,
         masks_ptr,
         num_nodes_ptr,
         N: tl.constexpr,
@@ -92,7 +91,6 @@ if triton is not None:
         b_ranks = tl.zeros([BLOCK], tl.int32)
         b_rows = tl.zeros([BLOCK], tl.int32)
         b_depth = tl.zeros([BLOCK], tl.int32)
-        b_score = tl.full([BLOCK], float("-inf"), tl.float64)
 
         num = 0
         while num < budget:
@@ -109,7 +107,6 @@ if triton is not None:
                 b_parent = tl.where(is_new, slot - 1, b_parent)
                 b_ranks = tl.where(is_new, rank, b_ranks)
                 b_depth = tl.where(is_new, depth + 1, b_depth)
-                b_score = tl.where(is_new, score, b_score)
                 num += 1
                 # The sibling takes the slot, the first child a new one.
                 is_slot, is_child = o_n == slot, o_n == num
@@ -132,7 +129,6 @@ if triton is not None:
         tl.store(ranks_ptr + i_b * N + o_n, b_ranks, mask=m_n)
         tl.store(parents_ptr + i_b * N + o_n, b_parent, mask=m_n)
         tl.store(depths_ptr + i_b * N + o_n, b_depth, mask=m_n)
-        tl.store(scores_ptr + i_b * N + o_n, b_score, mask=m_n)
 
         p_masks = masks_ptr + i_b * (N + 1) * W
         o_w = tl.arange(0, BLOCK_W)
@@ -149,15 +145,14 @@ if triton is not None:
 
 
 def allocate(num_requests: int, max_nodes: int, device: torch.device | str) -> DraftTrees:
-    """Allocate the trees of a batch, contents unset: a CUDA graph keeps writing to the same place."""
+    """Allocate the trees of a batch, contents unset."""
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
     tokens, ranks, parents, depths = (ints(num_requests, max_nodes) for _ in range(4))
-    scores = torch.empty((num_requests, max_nodes), dtype=torch.float64, device=device)
     masks = ints(num_requests, max_nodes + 1, words_of(max_nodes))
-    return DraftTrees(tokens, ranks, parents, depths, scores, masks, ints(num_requests))
+    return DraftTrees(tokens, ranks, parents, depths, masks, ints(num_requests))
 
 
 def tree_build(
@@ -167,7 +162,6 @@ def tree_build(
     max_nodes: int,  # N: capacity, and the highest possible budget
     *,
     candidates: torch.Tensor | None = None,  # [B, D, P, m]
-    out: DraftTrees | None = None,
 ) -> DraftTrees:
     """Build every request's best tree of at most min(its budget, N) nodes; Triton on a GPU, its plain twin elsewhere.
 
@@ -198,16 +192,12 @@ def tree_build(
     for what, is_asked, most in limits:
         if not 1 <= is_asked <= most:
             raise ValueError(f"tree_build: {is_asked} {what}, but it takes 1 to {most}: cut the candidates, or the budget")
-    trees = allocate(shape[0], max_nodes, log_probs.device) if out is None else out
-    if trees.scores.shape != (shape[0], max_nodes):
-        raise ValueError(f"tree_build: `out` has room for {list(trees.scores.shape)} nodes, not [{shape[0]}, {max_nodes}]")
+    trees = allocate(shape[0], max_nodes, log_probs.device)
     _tree_build_op(log_probs, ids, budgets, candidates, *trees)
     return trees
 
 
-@torch.library.custom_op(
-    "honed::tree_build", mutates_args=("tokens", "ranks", "parents", "depths", "scores", "row_masks", "num_nodes")
-)
+@torch.library.custom_op("honed::tree_build", mutates_args=("tokens", "ranks", "parents", "depths", "row_masks", "num_nodes"))
 def _tree_build_op(
     log_probs: torch.Tensor,
     ids: torch.Tensor,
@@ -217,11 +207,10 @@ def _tree_build_op(
     ranks: torch.Tensor,
     parents: torch.Tensor,
     depths: torch.Tensor,
-    scores: torch.Tensor,
     row_masks: torch.Tensor,
     num_nodes: torch.Tensor,
 ) -> None:
-    trees = DraftTrees(tokens, ranks, parents, depths, scores, row_masks, num_nodes)
+    trees = DraftTrees(tokens, ranks, parents, depths, row_masks, num_nodes)
     if log_probs.is_cuda:
         launch(log_probs, ids, budgets, trees, candidates)
     else:
@@ -244,7 +233,7 @@ def launch(
     if triton is None:
         raise RuntimeError("Triton is not installed: pip install triton")
     num_requests, num_depths, num_candidates = log_probs.shape[0], log_probs.shape[1], log_probs.shape[-1]
-    max_nodes, num_words = trees.scores.shape[1], trees.row_masks.shape[2]
+    max_nodes, num_words = trees.tokens.shape[1], trees.row_masks.shape[2]
     assert all(part.is_contiguous() for part in trees), "the kernel writes rows without gaps"
     if not num_requests:
         return

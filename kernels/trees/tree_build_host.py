@@ -25,7 +25,7 @@ def build_on_host(
 ) -> None:
     """Fill `trees`; arguments as `tree_build`."""
     has_rows = log_probs.ndim == 4
-    most, num_words = trees.scores.shape[1], trees.row_masks.shape[2]
+    most, num_words = trees.tokens.shape[1], trees.row_masks.shape[2]
     scores_of, ids_of = (part if has_rows else part[:, :, None] for part in (log_probs, ids))
     rows_of = None if candidates is None else candidates.tolist()
     made = [
@@ -36,9 +36,9 @@ def build_on_host(
     ]
     if not made:
         return
-    none = (0, 0, ROOT, 0, float("-inf"))
+    none = (0, 0, ROOT, 0)
     columns = zip(*(zip(*nodes, *[none] * (most - len(nodes)), strict=True) for nodes, _ in made), strict=True)
-    for part, column in zip(trees[:5], columns, strict=True):
+    for part, column in zip(trees[:4], columns, strict=True):
         part.copy_(torch.tensor(column, dtype=part.dtype))
     for b, (nodes, masks) in enumerate(made):
         trees.num_nodes[b] = len(nodes)
@@ -56,10 +56,10 @@ def _build(
     ids: list[list[list[int]]],
     candidates: list[list[list[int]]] | None,
     budget: int,
-) -> tuple[list[tuple[int, int, int, int, float]], list[int]]:
-    """Nodes as (token, rank, parent, depth, score), and what each row attends to as bits, the anchor's first."""
+) -> tuple[list[tuple[int, int, int, int]], list[int]]:
+    """Nodes as (token, rank, parent, depth), and what each row attends to as bits, the anchor's first."""
     heap: list[tuple[float, int, tuple[int, ...], int, int, float]] = []  # −score, depth, path, parent, row, score above
-    nodes: list[tuple[int, int, int, int, float]] = []
+    nodes: list[tuple[int, int, int, int]] = []
     masks = [1]
 
     def push(depth: int, path: tuple[int, ...], parent: int, row: int, above: float) -> None:
@@ -72,7 +72,7 @@ def _build(
     while heap and len(nodes) < budget:
         cost, depth, path, parent, row, above = heapq.heappop(heap)
         node, rank = len(nodes), path[-1]
-        nodes.append((ids[depth][row][rank], rank, parent, depth + 1, -cost))
+        nodes.append((ids[depth][row][rank], rank, parent, depth + 1))
         masks.append(masks[parent + 1] | 2 << node)
         push(depth, (*path[:-1], rank + 1), parent, row, above)
         push(depth + 1, (*path, 0), node, 0 if candidates is None else candidates[depth][row][rank], -cost)

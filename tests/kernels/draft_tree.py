@@ -23,7 +23,6 @@ class DraftTree:
     rank: npt.NDArray[np.int64]  # [B] rank among its depth's candidates, 0 the most likely
     parent: npt.NDArray[np.int64]  # [B] index of the parent, ROOT for children of the anchor
     depth: npt.NDArray[np.int64]  # [B] from 1
-    score: npt.NDArray[np.float64]  # [B] log-probability of the path
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -45,14 +44,15 @@ def build_tree(log_probs: npt.NDArray[Any], budget: int) -> DraftTree:  # [D, m]
     """Build the best tree of at most `budget` nodes; ties go to the shallower node, then to the smaller path of ranks."""
     rows = np.asarray(log_probs, np.float64).tolist()
     places: dict[tuple[int, ...], int] = {}
-    nodes: list[tuple[int, int, int, float]] = []
+    nodes: list[tuple[int, int, int]] = []
+    scores: list[float] = []
     heap: list[tuple[float, int, tuple[int, ...]]] = []
 
     def push(path: tuple[int, ...]) -> None:
         depth, rank = len(path), path[-1]
         if depth > len(rows) or rank >= len(rows[depth - 1]):
             return
-        score = (nodes[places[path[:-1]]][3] if depth > 1 else 0.0) + rows[depth - 1][rank]
+        score = (scores[places[path[:-1]]] if depth > 1 else 0.0) + rows[depth - 1][rank]
         if math.isfinite(score):
             heapq.heappush(heap, (-score, depth, path))
 
@@ -60,8 +60,9 @@ def build_tree(log_probs: npt.NDArray[Any], budget: int) -> DraftTree:  # [D, m]
     while heap and len(nodes) < budget:
         cost, depth, path = heapq.heappop(heap)
         places[path] = len(nodes)
-        nodes.append((path[-1], places.get(path[:-1], ROOT), depth, -cost))
+        nodes.append((path[-1], places.get(path[:-1], ROOT), depth))
+        scores.append(-cost)
         push((*path[:-1], path[-1] + 1))
         push((*path, 0))
-    rank, parent, depths, score = zip(*nodes, strict=True) if nodes else ((), (), (), ())
-    return DraftTree(np.array(rank, int), np.array(parent, int), np.array(depths, int), np.array(score, float))
+    rank, parent, depths = zip(*nodes, strict=True) if nodes else ((), (), ())
+    return DraftTree(np.array(rank, int), np.array(parent, int), np.array(depths, int))

@@ -132,16 +132,16 @@ def test_large_budgets(max_nodes: int) -> None:
 def test_nothing_syncs_and_a_graph_replays_with_other_inputs() -> None:
     log_probs, budgets = table_of(8, (4, 15, 8)), torch.full((4,), 32, device=DEVICE)
     ids = torch.arange(480, device=DEVICE, dtype=torch.int32).view(4, 15, 8)
-    trees = kernel.tree_build(log_probs, ids, budgets, 32)
+    kernel.tree_build(log_probs, ids, budgets, 32)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        kernel.tree_build(log_probs, ids, budgets, 32, out=trees)
+        kernel.tree_build(log_probs, ids, budgets, 32)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernel.tree_build(log_probs, ids, budgets, 32, out=trees)
+        trees = kernel.tree_build(log_probs, ids, budgets, 32)
     log_probs.copy_(table_of(9, (4, 15, 8)))
     budgets.copy_(torch.tensor([0, 5, 32, 31]))
     graph.replay()

@@ -92,7 +92,6 @@ def test_a_round_says_what_the_chain_alone_would_have_got() -> None:
         torch.tensor([tree.rank.tolist()]),
         torch.tensor([tree.parent.tolist()]),
         torch.tensor([tree.depth.tolist()]),
-        torch.zeros(1, len(tree)),
         torch.zeros(1, len(tree) + 1, 1, dtype=torch.int32),
         torch.tensor([len(tree)]),
     )

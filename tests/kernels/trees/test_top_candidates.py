@@ -40,12 +40,6 @@ def test_equal_logits_go_by_id_and_masks_are_not_drafted() -> None:
     assert (log_probs[0, 0, 3:] == float("-inf")).all()
 
 
-def test_it_writes_where_it_is_told_to() -> None:
-    out = torch.empty(1, 1, 2), torch.empty(1, 1, 2, dtype=torch.int32)
-    assert kernel.top_candidates(torch.tensor([[[0.0, 5.0, 1.0]]]), 2, out=out) is out
-    assert out[1].tolist() == [[[1, 2]]]
-
-
 def test_the_registered_op() -> None:
     logits = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(1))
     for temperature in (None, torch.tensor([0.0, 0.7])):
@@ -74,8 +68,3 @@ def test_rows_are_split_while_programs_are_wanted(num_rows: int, vocabulary: int
 def test_what_does_not_fit_is_refused(shape: tuple[int, ...], num: int, temperature: tuple[int, ...] | None, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         kernel.top_candidates(torch.zeros(shape), num, None if temperature is None else torch.zeros(temperature))
-
-
-def test_buffers_of_another_size_are_refused() -> None:
-    with pytest.raises(ValueError, match="out"):
-        kernel.top_candidates(torch.zeros(1, 2, 9), 4, out=(torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, dtype=torch.int32)))
