@@ -41,7 +41,7 @@ def tell(output: Any, told: Told | None, wanted: set[str], is_off: bool) -> None
         setattr(output, TREES_ARE_OFF, True)
     names, tensors = told or ([], [])
     if unwalked := wanted.difference(names):
-        setattr(output, UNWALKED, unwalked)
+        setattr(output, UNWALKED, unwalked.union(getattr(output, UNWALKED, ())))
     if told is not None:
         setattr(output, TREES, dict(zip(names, describe(*tensors), strict=True)))
 
