@@ -214,6 +214,7 @@ class Service:
             journal=self.journal,
             lock=self.lock,
             clock=self.clock,
+            monotonic=self.monotonic,
         )
         self.old_versions = OldVersions(
             settings.registry.keep_versions,
@@ -319,7 +320,8 @@ class Service:
 
     def oldest_job(self) -> tuple[float, str] | None:
         """Return the age in seconds of the oldest job in the background, and what it touches; None without one."""
-        found = [oldest for jobs in (self._background, self._reading, self._learning) if (oldest := jobs.oldest())]
+        every = self._background, self._reading, self._learning, self.sharing.jobs
+        found = [oldest for jobs in every if (oldest := jobs.oldest())]
         if not found:
             return None
         submitted_s, touches = min(found)

@@ -45,6 +45,8 @@ FAULTS = (
     "a drafter that must be asked for all of its tokens",
     "a step with a new request that waits for the device",
     "ranks that wait for the part of one that has failed",
+    "a place for versions that hangs, and says nothing",
+    "a fetched version dropped, since an engine was away for a moment",
     "a session's later input that moved the rounds of the answer before it",
     "zeros in the place of drafts that counted as refused",
     "pinned memory that grows with the drafter",

@@ -4,7 +4,7 @@
     newer there than here   -> fetched -> (`registry.try_fetched`) a canary on live traffic -> promoted, or not
     a trial runs            -> (`registry.pool_evidence`) its evidence goes there, and other hosts' comes here
 
-An unreachable registry is retried; nothing else waits for it.
+An unreachable registry is retried. Nothing else waits for it, not even trials of versions that were fetched.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import structlog
 
+from honed.daemon.background import Background
 from honed.daemon.errors import HonedError, StoreError
 from honed.daemon.lifecycle.canaries import Canaries
 from honed.daemon.lifecycle.drafters import Drafters
@@ -45,7 +45,7 @@ MOST_CLOSE_S = 10.0
 
 
 class Sharing:
-    """The daemon's use of the shared registry, if any. Guarded by the service's lock, except for its thread's work."""
+    """The daemon's use of the shared registry, if any. Guarded by the service's lock, except for what runs in the background."""
 
     def __init__(
         self,
@@ -62,15 +62,14 @@ class Sharing:
         journal: Journal,
         lock: threading.RLock,
         clock: Callable[[], float],
+        monotonic: Callable[[], float],
     ) -> None:
         self._settings, self._shared, self._rollout = settings, shared, rollout
         self._lifecycle, self._canaries, self._drafters, self._eligible = lifecycle, canaries, drafters, eligible
         self._store, self._operations, self._journal = store, operations, journal
         self._lock, self._clock = lock, clock
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # A daemon thread: what waits for a mute server can't be ended otherwise.
-        self._thread = threading.Thread(target=self._run, name="honed-sharing", daemon=True)
-        self._is_exchanging = self._is_closing = False
+        self.jobs = Background("honed-sharing", most=2, monotonic=monotonic)
+        self._is_exchanging = False
         self._next_s = float("-inf")
         self._seen: set[str] = set()
         """Weights fetched or pushed since the daemon started; those removed here aren't fetched again."""
@@ -94,17 +93,17 @@ class Sharing:
             return
         if not self._is_loaded:
             self._is_loaded, self._untried = True, self._untried | self._left_untried()
-            self._thread.start()
         trial = self._canaries.latest if self._settings.pool_evidence else None
         if trial is not None and trial is not self._telling and trial is not self._told:
             self._telling, self._next_s = trial, min(self._next_s, now_s + EVIDENCE_S)
         if now_s >= self._next_s and not self._is_exchanging:
             wait_s = self._settings.poll_s if self._telling is None else min(self._settings.poll_s, EVIDENCE_S)
             self._next_s, self._is_exchanging = now_s + wait_s, True
-            self._work.put(partial(self._exchange, self._shared))
+            place = without_credentials(self._shared.url)
+            self.jobs.submit(partial(self._exchange, self._shared), f"the shared registry {place}")
         if self._untried and self._settings.try_fetched and not self._is_trying and self._next_to_try():
             self._is_trying = True
-            self._work.put(self._try_out)
+            self.jobs.submit(self._try_out, "a fetched version")
 
     def soon(self) -> None:
         """Make a check due now, since aliases moved."""
@@ -112,10 +111,7 @@ class Sharing:
 
     def close(self) -> None:
         """Wait for a running copy, but not for long: a version exists there once its manifest does, which comes last."""
-        self._is_closing = True
-        self._work.put(None)
-        if self._thread.is_alive():
-            self._thread.join(MOST_CLOSE_S)
+        self.jobs.stop(MOST_CLOSE_S)
 
     def view(self) -> dict[str, Any] | None:
         """Document for the status; None without sharing."""
@@ -130,14 +126,7 @@ class Sharing:
             "last_success_unix_s": self.last_success_unix_s,
         }
 
-    # --- on its own thread ----------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None and not self._is_closing:
-            try:
-                work()
-            except Exception as error:  # the boundary: the next work must run
-                log.exception("versions can't be shared", error=without_credentials(str(error)))
+    # --- in the background ----------------------------------------------------------------------------------------------
 
     def _exchange(self, shared: SharedRegistry) -> None:
         try:
@@ -148,6 +137,8 @@ class Sharing:
                     self.errors += 1
                 else:
                     self.last_success_unix_s = self._clock()
+        except Exception as error:  # its text may have the credentials
+            log.exception("versions can't be shared", error=without_credentials(str(error)))
         finally:
             self._is_exchanging = False
 
@@ -238,7 +229,7 @@ class Sharing:
             self._journal.audit("honed", f"drafter.{what}", subject)
 
     def _try_out(self) -> None:
-        """Read the version whose turn it is, and start its trial if still nothing else runs."""
+        """Read the version whose turn it is, and start its trial if it still is: an engine may have gone meanwhile."""
         try:
             with self._lock:
                 version = self._next_to_try()
@@ -246,7 +237,7 @@ class Sharing:
                 return
             self._drafters.read_ahead(version)
             with self._lock:
-                if self._rollout.is_quiet:
+                if self._next_to_try() == version:
                     del self._untried[version]
                     self._begin(version)
         finally:

@@ -16,6 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from safetensors.numpy import load_file, save_file
 
 from honed.daemon.api.app import make_app
+from honed.daemon.lifecycle.sharing import Sharing
 from honed.daemon.service import Service
 from honed.daemon.settings.settings import load
 from honed.daemon.views.findings import findings
@@ -206,6 +207,50 @@ def test_a_place_that_fails_is_said_and_harms_nothing_else(make_host: Callable[.
     assert finding.level == "warning"
     assert "shared registry file://" in finding.text
     assert one.service.problems == []
+
+
+@pytest.mark.fault("a place for versions that hangs, and says nothing")
+def test_a_place_that_hangs_is_shown_and_holds_up_no_trial(
+    make_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = make_host("one"), make_host("other")
+    goes_on, pool = threading.Event(), Sharing._pool
+
+    def hanging(self: Sharing, shared: SharedRegistry) -> None:
+        if self is other.service.sharing and self.moved["fetched"]:
+            goes_on.wait(60)
+        pool(self, shared)
+
+    monkeypatch.setattr(Sharing, "_pool", hanging)
+    one.promote(one.make(1.0).version)
+    try:
+        wait_for(other.adoptions, "the trial of the fetched version")
+        job = other.service.oldest_job()
+        assert job is not None
+        assert job[1].startswith("the shared registry file://")
+    finally:
+        goes_on.set()
+
+
+@pytest.mark.fault("a fetched version dropped, since an engine was away for a moment")
+def test_a_version_whose_engine_goes_while_it_is_read_is_tried_out_later(
+    make_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = make_host("one"), make_host("other")
+    drafters, eligible = other.service.drafters, other.service.eligible
+    read_ahead, swappable, reads = drafters.read_ahead, eligible.swappable, list[str]()
+
+    def reading(version: str) -> None:
+        reads.append(version)
+        read_ahead(version)
+
+    looks = iter([False] * 3)  # away from the first reading on, for some looks
+    monkeypatch.setattr(drafters, "read_ahead", reading)
+    monkeypatch.setattr(eligible, "swappable", lambda *names: swappable(*names) if not reads or next(looks, True) else [])
+    one.promote(one.make(1.0).version)
+    wait_for(lambda: other.adoptions() and other.service.rollout.trial is not None, "the trial of the fetched version")
+    assert len(reads) >= 2
+    assert [operation.state for operation in other.adoptions()] == ["running"]
 
 
 def test_a_host_that_can_not_push_still_fetches(make_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch) -> None:
