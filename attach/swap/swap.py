@@ -84,9 +84,10 @@ class Swapper:
             as `staged`: "" when all of them are held already.
 
         Raises:
-            SwapError: the running drafter has no weights.
+            SwapError: the running drafter has no weights; what is held can be freed then, too.
         """
-        self._check_live()
+        if wanted:
+            self._check_live()
         names = {version for version, _, _ in wanted}
         with self._lock:
             self._held = {version: tensors for version, tensors in self._held.items() if version in names}

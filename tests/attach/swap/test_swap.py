@@ -64,6 +64,8 @@ def test_nothing_is_swapped_into_a_drafter_whose_update_did_not_end(swapper: Swa
     ):
         with pytest.raises(SwapError, match="through vLLM's own endpoint is under way, or failed"):
             refused()
+    assert swapper.stage([]) == "", "what is held is freed nevertheless"
+    assert swapper.staged("v2") == "version v2 was never staged"
 
 
 def test_what_is_asked_for_while_another_is_still_read_is_staged(
