@@ -159,7 +159,7 @@ def resolved(raw: Mapping[str, Any], method: str = "") -> dict[str, Any]:
     """
     full, rope = dict(raw), dict(rope_of(raw))
     part = _NAME_PARTS.get(method or ("eagle3" if is_eagle3(raw) else ""))
-    if part and raw.get("architectures"):
+    if part and raw.get("architectures") and not is_dspark(raw):
         full["architectures"] = [_completed(str(name), part) for name in raw["architectures"]]
     kind, layers = raw.get("model_type"), range(int(raw.get("num_hidden_layers") or 0))
     if kind in _OPTIONAL_WINDOW and not raw.get("use_sliding_window"):

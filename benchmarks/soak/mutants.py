@@ -133,6 +133,7 @@ PAGE_ROUTES = ("/", "/page.json", "/metrics", "/healthz", "/readyz", "/openapi.j
 SUBJECTS = ("engine-0", "draft_tokens", "policy", "op", "v0001-00000000", "*")
 WORDS: Mapping[str, Any] = {
     "reason": "because",
+    "version": "v0001-00000000",
     "ttl_s": 60,
     "value": 3,
     "dry_run": True,

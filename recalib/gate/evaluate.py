@@ -108,7 +108,7 @@ def evaluate_in_parts(
         began_s = time.perf_counter()
         most = min(max_anchors_per_pass, len(anchors) - done)
         part = anchors[done : done + (pace.blocks(most) if pace else most)]
-        if drafter.grows_trees and denoising == ONE_PASS:
+        if drafter.grows_trees and denoising.steps == 1:
             tokens, trees = draft_with_trees(drafter, packed, part, num_draft_tokens)
             texts = (one[done : done + len(part)].to(drafter.device) for one in (labels, has_label))
             in_trees.append(accepted_by_size(trees, *texts).cpu())

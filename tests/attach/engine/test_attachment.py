@@ -68,6 +68,7 @@ def a_request(**fields: Any) -> Any:
         lora_request=None,
         sampling_params=None,
         use_structured_output=False,
+        status=SimpleNamespace(name="PREEMPTED"),
         **fields,
     )
 
