@@ -45,7 +45,7 @@ MOST_CLOSE_S = 10.0
 
 
 class Sharing:
-    """The daemon's use of the shared registry, if any. Guarded by the service's lock, except for what runs in the background."""
+    """The daemon's use of the shared registry, if any. The service's lock guards it, but for what runs in the background."""
 
     def __init__(
         self,
