@@ -35,13 +35,13 @@ def supervise(
     Returns:
         the exit code.
     """
+    sockets = [service.settings.paths.engine_socket, service.settings.paths.admin_socket]
+    identities = [_identity(path) for path in sockets]
     heart = Heartbeat(notifier)
     heart.beat("serving")
     log.info("serving", pid=os.getpid(), **_ways_in(service.settings))
     interval_s = min(notifier.watchdog_interval_s or CHECK_S, CHECK_S)
     code = EXIT_OK
-    sockets = [service.settings.paths.engine_socket, service.settings.paths.admin_socket]
-    identities = [_identity(path) for path in sockets]
     while not is_asked.wait(interval_s):
         dead = listeners()
         dead += [
