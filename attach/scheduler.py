@@ -105,7 +105,7 @@ class _HonedScheduler:
         vllms_logger.info("honed: attached as %s, for %s; daemon: %s", settings.engine_id, what, settings.socket_endpoint)
 
     def add_request(self, request: Any) -> None:
-        # Of a session that goes on, `_update_request_as_session` tells, perhaps later.
+        # `_update_request_as_session` tells of a session that goes on, perhaps later.
         if self._honed is not None and request.request_id not in self.requests:  # type: ignore[attr-defined]
             self._honed.request_added(request)
         super().add_request(request)  # type: ignore[misc]

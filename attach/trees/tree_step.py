@@ -99,7 +99,7 @@ class TreeStep:
         return self._tables[key]
 
     def of_others(self, metadata: Any, window: int, make: Callable[[], Any]) -> Any:
-        """What is made of an attention's metadata for the step's other requests: once for all layers that share it."""
+        """Make metadata for the step's other requests, once for all layers that share an attention's metadata."""
         if (key := (id(metadata), window)) not in self._others:
             self._others[key] = metadata, make()  # held, so that no other object gets its id
         return self._others[key][1]

@@ -57,7 +57,7 @@ class Overrides:
         self.changes: Counter[tuple[str, str]] = Counter()
         """(name, "set", "cleared" or "expired") -> count since the daemon started."""
         self._number = 0
-        """Of the one that was set last."""
+        """Number of the override that was set last."""
 
     def load(self) -> None:
         """Load those in force when the daemon stopped, except values that the settings no longer allow."""

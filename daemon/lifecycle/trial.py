@@ -78,7 +78,7 @@ class Due:
 
     @property
     def problem(self) -> str:
-        """What is wrong, for people."""
+        """Say what is wrong, for an operator."""
         state = (
             "has proven better, but isn't active yet" if self.decision == "better" else "was found worse, but is still active"
         )

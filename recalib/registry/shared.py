@@ -58,7 +58,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class DamagedVersionError(RegistryError):
-    """What is there isn't the drafter that its manifest describes; others there may be sound."""
+    """The files there aren't the drafter that their manifest describes. Other versions there may be sound."""
 
 
 class TrialReport(msgspec.Struct, frozen=True):
@@ -313,7 +313,7 @@ class SharedRegistry:
         return found
 
     def _about(self, place: str) -> dict[str, Any]:
-        """What the file system says of a file; nothing of a missing one."""
+        """Ask the file system for a file's facts; a missing file has none."""
         try:
             found: dict[str, Any] = self._fs.info(place)
         except FileNotFoundError:

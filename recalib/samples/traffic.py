@@ -201,7 +201,7 @@ class Traffic:
         self._left = LeftFiles(self._spill_dir, settings.spill_max_age_s) if self._spill_dir is not None else None
         self._feeds: dict[Path, Feed] = {}
         self._dropped = Counter[str]()
-        """What the feeds that were dropped had lost."""
+        """Records that the dropped feeds had lost."""
         self._monotonic, self._gone_since_s = monotonic, dict[Path, float]()
         self.expire()
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from honed.attach import worker as workers
 from honed.attach.events.step_log import DRAFT_IDS, NUM_VERIFIED
 from honed.attach.runner.verified_drafts import VerifiedDrafts
 
@@ -118,3 +119,19 @@ def test_what_goes_wrong_is_told_and_the_step_goes_on(runner: V2Runner, drafts: 
 def test_a_runner_that_works_otherwise_is_refused() -> None:
     with pytest.raises(TypeError, match="has no req_states"):
         VerifiedDrafts(SimpleNamespace(), 2)
+
+
+@pytest.mark.parametrize(("stages", "teller"), [(1, 0), (2, 4)])
+def test_drafts_are_gathered_on_the_rank_whose_output_the_scheduler_reads(
+    stages: int, teller: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of the tensor-parallel ranks of the last stage."""
+    wrapped = SimpleNamespace(wrap=lambda on_error: None)
+    monkeypatch.setattr(workers, "VerifiedDrafts", lambda *given: wrapped)
+    parallel = SimpleNamespace(world_size=4 * stages, tensor_parallel_size=4, prefill_context_parallel_size=1)
+    config = SimpleNamespace(use_v2_model_runner=True, parallel_config=parallel, max_concurrent_batches=2)
+    made = [
+        workers._verified_drafts(SimpleNamespace(rank=rank, vllm_config=config, model_runner=None), workers._Errors())
+        for rank in range(4 * stages)
+    ]
+    assert [rank for rank, one in enumerate(made) if one is not None] == [teller]

@@ -1,4 +1,4 @@
-"""What a step's trees did comes to the host with its tokens, and no earlier."""
+"""The rounds of a step's trees come to the host with its tokens, and no earlier."""
 
 from __future__ import annotations
 
