@@ -80,8 +80,13 @@ def worker_of(running: TestEngine) -> Any:
 def wait_until_compiled(running: TestEngine) -> None:
     """Until requests would be captured: on a GPU a thread compiles what that needs."""
     running.honed.before_schedule()
-    capturer = worker_of(running)._honed_side.capturer
-    wait_for(lambda: capturer.is_ready, 120)
+    wait_for(lambda: all(running.core.model_executor.collective_rpc(is_compiled)), 120)
+
+
+def is_compiled(worker: Any) -> bool:
+    """Whether this worker would capture, if it is the one that does."""
+    capturer = worker._honed_side.capturer
+    return capturer is None or capturer.is_ready
 
 
 def wait_until_trees_may_grow(running: TestEngine) -> None:
@@ -93,8 +98,13 @@ def wait_until_trees_may_grow(running: TestEngine) -> None:
 
 def wait_until_written(running: TestEngine) -> None:
     """Until what was captured is in the ring: on a GPU a thread writes it."""
-    writer = worker_of(running)._honed_side.capturer.writer
-    wait_for(lambda: writer.is_done)
+    wait_for(lambda: all(running.core.model_executor.collective_rpc(is_written)))
+
+
+def is_written(worker: Any) -> bool:
+    """Whether all that this worker captured is in the ring."""
+    capturer = worker._honed_side.capturer
+    return capturer is None or capturer.writer.is_done
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
