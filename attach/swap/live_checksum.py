@@ -36,6 +36,8 @@ class LiveChecksum:
         self._num_parts, self._num_taken, self._num_hashed = len(self._parts), 0, 0
         self._digest = hashlib.sha256()
         self._result = self._error = ""
+        self._is_stopped, self._reading = False, threading.Lock()
+        """The lock is held while a tensor is read."""
         self._thread = threading.Thread(target=self._hash, name="honed-checksum", daemon=True)
         self._thread.start()
 
@@ -61,15 +63,20 @@ class LiveChecksum:
         return self._result, self._num_taken - self._num_hashed, self._num_parts
 
     def stop(self) -> None:
-        """End the thread."""
-        self._coming.put(None)
+        """End the thread. Once this returns, nothing is read from the device any more: vLLM may unmap its memory."""
+        self._is_stopped = True  # first: the thread may get the lock again before this one does
+        with self._reading:
+            self._coming.put(None)
 
     def _hash(self) -> None:
         try:
             use_device(self._device)
             side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
             while (coming := self._coming.get()) is not None:
-                name, tensor = coming.name, coming.on_host(side)
+                with self._reading:
+                    if self._is_stopped:
+                        return
+                    name, tensor = coming.name, coming.on_host(side)
                 self._digest.update(f"{name}{list(tensor.shape)}".encode())
                 self._digest.update(tensor.float().reshape(-1).numpy().data.cast("B"))
                 self._num_hashed += 1

@@ -101,7 +101,12 @@ class Swapper:
         return self._state
 
     def rest(self, is_asleep: bool) -> None:
-        """vLLM falls asleep, or is awake again: nothing is staged on the device meanwhile, so its memory stays free."""
+        """vLLM falls asleep, or is awake again: nothing is staged on the device meanwhile, so its memory stays free.
+
+        A checksum ends first: its thread would read weights that vLLM is about to unmap.
+        """
+        if is_asleep:
+            self._drop_checksum()
         self._staging.rest(is_asleep)
         if is_asleep and self._device.type == "cuda":
             with self._lock:
@@ -303,7 +308,7 @@ class Swapper:
     def checksum(self, part: int) -> tuple[str, int, int]:
         """SHA-256 of the live weights, whole: take in the part of that number, or only look (−1).
 
-        A swap ends it. `LiveChecksum.take` describes the result.
+        A swap ends it, and vLLM's sleep. `LiveChecksum.take` describes the result.
 
         Raises:
             RuntimeError: none was begun, or it failed.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 
 import pytest
 import torch
 
-from honed.attach.swap.live_checksum import LiveChecksum
+from honed.attach.swap.live_checksum import LiveChecksum, _Coming
 from honed.attach.swap.shard import Shard
 
 TENSORS = {
@@ -95,3 +96,30 @@ def test_a_rank_on_which_hashing_failed_still_takes_part_in_joining() -> None:
     with pytest.raises(RuntimeError, match="no memory"):
         running.take(1)
     assert len(joined) == 2
+
+
+def test_once_it_has_stopped_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After that vLLM unmaps the weights' memory, and a copy of it would end the worker."""
+    on_host, begun, go_on, read = _Coming.on_host, threading.Event(), threading.Event(), list[str]()
+
+    def slow(coming: _Coming, side: torch.cuda.Stream | None) -> torch.Tensor:
+        read.append(coming.name)
+        begun.set()
+        assert go_on.wait(60)
+        return on_host(coming, side)
+
+    monkeypatch.setattr(_Coming, "on_host", slow)
+    running = LiveChecksum(((name, tensor, Shard()) for name, tensor in TENSORS.items()), alone, CPU)
+    for part in range(len(TENSORS)):
+        running.take(part)
+    assert begun.wait(60)
+    stopping = threading.Thread(target=running.stop)
+    stopping.start()
+    stopping.join(0.2)
+    assert stopping.is_alive(), "a tensor is being read"
+    go_on.set()
+    stopping.join(60)
+    running._thread.join(60)
+    assert not running._thread.is_alive()
+    assert read == [min(TENSORS)]
+    assert running.take(-1)[0] == ""

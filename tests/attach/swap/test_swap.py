@@ -95,3 +95,11 @@ def test_a_tensor_without_values_is_refused(swapper: Swapper, inner: Any) -> Non
     with pytest.raises(SwapError, match=r"norm\.weight is on the device `meta`"):
         swapper.part_of("norm.weight", torch.zeros(4, device="meta"))
     assert inner.norm.weight.tolist() == [1.0] * 4
+
+
+def test_a_checksum_ends_before_vllm_falls_asleep(swapper: Swapper) -> None:
+    swapper.begin_checksum()
+    swapper.checksum(0)
+    swapper.rest(True)
+    with pytest.raises(RuntimeError, match="no checksum is under way"):
+        swapper.checksum(-1)
