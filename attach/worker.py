@@ -283,7 +283,7 @@ class HonedWorkerExtension:
         self._honed_required().swapper.begin_checksum()
 
     @_answering
-    def honed_checksum(self, part: int) -> tuple[str, int, int]:
+    def honed_checksum(self, part: int) -> tuple[str, bool, int]:
         """SHA-256 of the live drafter weights, joined from all ranks' parts, one tensor a call; see `Swapper.checksum`."""
         return self._honed_required().swapper.checksum(part)
 

@@ -27,8 +27,8 @@ ASLEEP = "the engine sleeps (vLLM's sleep mode), and its weights aren't on the d
 FOREIGN = "the drafter's weights came through vLLM's own endpoint; they are left alone until a version is promoted"
 STAGE_TIMEOUT_S = 300.0
 CHECKSUM_TIMEOUT_S = 50.0
-MOST_UNHASHED = 4
-"""Most tensors that wait in host memory to be hashed."""
+MOST_TAKEN = 4
+"""Most tensors that a checksum takes in between two steps."""
 POLL_S, BUSY_POLL_S = 0.02, 0.2
 """Time between two calls to the workers, while the engine is idle and while it serves. They answer once the steps under way are
 over, and an engine that schedules ahead loses its lead each time."""
@@ -191,8 +191,8 @@ class CommandRunner:
         self._next_poll_s = now_s + (BUSY_POLL_S if self._is_busy() else POLL_S)
         try:
             answers = self._take(0 if self._num_sent == 0 else -1)
-            for _ in range(MOST_UNHASHED - 1):
-                if self._num_sent < answers[0][2] and max(waiting for _, waiting, _ in answers) < MOST_UNHASHED:
+            for _ in range(MOST_TAKEN - 1):
+                if all(has_room for _, has_room, _ in answers):
                     answers = self._take(self._num_sent)
             sums = [found for found, _, _ in answers]
             if all(sums):
@@ -205,7 +205,7 @@ class CommandRunner:
         except Exception as error:
             self._abandon(command, _one_line(error))
 
-    def _take(self, part: int) -> list[tuple[str, int, int]]:
+    def _take(self, part: int) -> list[tuple[str, bool, int]]:
         self._num_sent += part >= 0
         return self._rpc("honed_checksum", part)
 

@@ -16,6 +16,9 @@ import torch
 from honed.attach.swap.shard import AllGather, Shard
 from honed.attach.swap.staging import use_device
 
+MOST_UNHASHED = 4
+"""Most tensors that wait to be copied to the host and hashed."""
+
 
 class LiveChecksum:
     """One checksum under way.
@@ -29,8 +32,8 @@ class LiveChecksum:
     def __init__(self, parts: Iterable[tuple[str, torch.Tensor, Shard]], all_gather: AllGather, device: torch.device) -> None:
         self._parts = sorted(parts, key=lambda part: part[0])
         self._all_gather, self._device = all_gather, device
-        shards = [(tensor, shard) for _, tensor, shard in self._parts if shard.count * shard.copies > 1]
-        # PyTorch keeps this memory for the joined tensors.
+        shards = [(tensor, shard) for _, tensor, shard in self._parts if not shard.is_whole]
+        # PyTorch keeps this memory for the joined tensors, of which one at a time is on the device.
         torch.empty(max((shard.joining_bytes(tensor) for tensor, shard in shards), default=0), dtype=torch.uint8, device=device)
         self._coming: queue.SimpleQueue[_Coming | None] = queue.SimpleQueue()
         self._num_parts, self._num_taken, self._num_hashed = len(self._parts), 0, 0
@@ -42,11 +45,11 @@ class LiveChecksum:
         self._thread.start()
 
     @torch.inference_mode()
-    def take(self, part: int) -> tuple[str, int, int]:
+    def take(self, part: int) -> tuple[str, bool, int]:
         """Start a tensor's copy to the host: in order, and under tensor parallelism on all ranks at once; −1: none.
 
         Returns:
-            the checksum, "" until it is there; the number of tensors that wait to be hashed; their total number.
+            the checksum, "" until it is there; whether the next tensor may come already; their total number.
 
         Raises:
             RuntimeError: hashing failed on this rank, after it took part in joining the tensor like all others.
@@ -60,7 +63,14 @@ class LiveChecksum:
                 self._parts = []
         if self._error:
             raise RuntimeError(self._error)
-        return self._result, self._num_taken - self._num_hashed, self._num_parts
+        return self._result, self._has_room, self._num_parts
+
+    @property
+    def _has_room(self) -> bool:
+        if not self._parts:
+            return False
+        _, _, shard = self._parts[self._num_taken]
+        return self._num_taken - self._num_hashed < (MOST_UNHASHED if shard.is_whole else 1)
 
     def stop(self) -> None:
         """End the thread. Once this returns, nothing is read from the device any more: vLLM may unmap its memory."""
@@ -77,6 +87,7 @@ class LiveChecksum:
                     if self._is_stopped:
                         return
                     name, tensor = coming.name, coming.on_host(side)
+                del coming  # and with it the joined tensor on the device
                 self._digest.update(f"{name}{list(tensor.shape)}".encode())
                 self._digest.update(tensor.float().reshape(-1).numpy().data.cast("B"))
                 self._num_hashed += 1

@@ -26,6 +26,11 @@ class Shard:
     index: int = 0
     copies: int = 1
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds the whole tensor."""
+        return self.count * self.copies == 1
+
     def whole_shape(self, part: torch.Size) -> torch.Size:
         """Shape of the whole tensor, from a part's shape."""
         return torch.Size(size * self.count if dim == self.dim else size for dim, size in enumerate(part))
@@ -41,7 +46,7 @@ class Shard:
 
     def join(self, part: torch.Tensor, all_gather: AllGather) -> torch.Tensor:
         """The whole tensor from the ranks' parts; every rank has to call it for the same tensor at the same time."""
-        if self.count * self.copies == 1:
+        if self.is_whole:
             return part
         parts = all_gather(part.contiguous(), self.dim).chunk(self.count * self.copies, self.dim)
         return torch.cat(parts[:: self.copies], self.dim)

@@ -305,7 +305,7 @@ class Swapper:
         self._checksum = LiveChecksum(self._live(), tensor_model_parallel_all_gather, self._device)
 
     @torch.inference_mode()
-    def checksum(self, part: int) -> tuple[str, int, int]:
+    def checksum(self, part: int) -> tuple[str, bool, int]:
         """SHA-256 of the live weights, whole: take in the part of that number, or only look (−1).
 
         A swap ends it, and vLLM's sleep. `LiveChecksum.take` describes the result.

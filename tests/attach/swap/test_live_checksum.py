@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 
-from honed.attach.swap.live_checksum import LiveChecksum, _Coming
+from honed.attach.swap.live_checksum import MOST_UNHASHED, LiveChecksum, _Coming
 from honed.attach.swap.shard import Shard
+from tests.daemon.conftest import wait_for
 
 TENSORS = {
     "norm.weight": torch.arange(5.0),
@@ -43,11 +45,11 @@ def finish(running: LiveChecksum) -> str:
 def test_it_is_the_checksum_of_all_in_the_order_of_their_names() -> None:
     running = LiveChecksum(((name, tensor, Shard()) for name, tensor in TENSORS.items()), alone, CPU)
     for part in range(len(TENSORS)):
-        found, num_waiting, num_parts = running.take(part)
-        assert (num_parts, num_waiting <= part + 1) == (4, True)
+        found, has_room, num_parts = running.take(part)
+        assert (num_parts, has_room) == (4, part < 3)
         assert not found or part == 3
     assert finish(running) == expected()
-    assert running.take(-1) == (expected(), 0, 4)
+    assert running.take(-1) == (expected(), False, 4)
 
 
 def test_parts_are_joined() -> None:
@@ -58,6 +60,30 @@ def test_parts_are_joined() -> None:
     direct = LiveChecksum([("w", whole, Shard())], alone, CPU)
     direct.take(0)
     assert finish(joined) == finish(direct)
+
+
+@pytest.mark.parametrize("shard", [Shard(), Shard(0, 2, 0)])
+def test_of_joined_tensors_one_at_a_time_is_on_the_device(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank had memory for one before it took any in; parameters themselves take none."""
+    on_host, go_on, held = _Coming.on_host, threading.Event(), weakref.WeakSet[_Coming]()
+
+    def slow(coming: _Coming, side: torch.cuda.Stream | None) -> torch.Tensor:
+        held.add(coming)
+        assert go_on.wait(60)
+        return on_host(coming, side)
+
+    monkeypatch.setattr(_Coming, "on_host", slow)
+    parts = [(f"{i}", TENSORS["norm.weight"], shard) for i in range(6)]
+    running = LiveChecksum(parts, lambda part, dim: torch.cat([part, part], dim), CPU)
+    num_taken, has_room = 0, True
+    while has_room:
+        _, has_room, _ = running.take(num_taken)
+        num_taken += 1
+    assert num_taken == (MOST_UNHASHED if shard.is_whole else 1)
+    go_on.set()
+    wait_for(lambda: running._num_hashed == num_taken, "the checksum")
+    assert not held
+    assert running.take(-1)[1]
 
 
 def test_what_can_not_be_hashed_is_said() -> None:
