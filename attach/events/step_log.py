@@ -107,10 +107,11 @@ class StepLog:
     """Queue from engine thread to publisher thread, bounded in entries and in rows: a step has one for each of its requests.
 
     When it is full, the newest steps are refused and counted. It normally holds the steps of one sleep of the publisher, so a
-    full queue means that its thread is dead or starved. A million rows are a few hundred megabytes.
+    full queue means that its thread is dead or starved. A row takes from 0.45 KB, with 3 drafts, to 3.5 KB, with a tree of 63
+    nodes: 100,000 rows are 45 to 350 MB.
     """
 
-    def __init__(self, max_entries: int = 100_000, max_rows: int = 1_000_000) -> None:
+    def __init__(self, max_entries: int = 100_000, max_rows: int = 100_000) -> None:
         self._entries: deque[Entry] = deque()
         self._max_entries, self._max_rows = max_entries, max_rows
         self._rows_in = self._rows_out = 0

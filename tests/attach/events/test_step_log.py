@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 from honed.attach.events.outbox import Losses
-from honed.attach.events.step_log import Over, StepLog, losses_of
+from honed.attach.events.step_log import Over, Step, StepLog, TreeRound, losses_of
 from tests.attach.step_cases import a_step, started
 
 
@@ -39,6 +41,32 @@ def test_large_steps_fill_a_log_sooner_and_make_room_again() -> None:
     log.append(large)
     assert [log.take() for _ in range(4)] == [large, Over("r"), large, None]
     assert log.lost.rounds == 40
+
+
+def test_a_full_log_leaves_the_engine_its_memory() -> None:
+    """Also where each round is a tree of 63 nodes whose token ids are logged."""
+
+    def tokens(seed: int, count: int) -> list[int]:
+        return [seed * 1000 + i for i in range(count)]  # integers of their own, as vLLM's
+
+    def step() -> Step:
+        names = [f"chatcmpl-{i:032x}" for i in range(64)]
+        sampled, drafts = [tokens(i, 7) for i in range(64)], {name: tokens(i, 63) for i, name in enumerate(names)}
+        return a_step(1, [(name, 63, 6) for name in names])._replace(
+            drafts=drafts,
+            sampled=sampled,
+            row_of={name: i for i, name in enumerate(names)},
+            emitted=list(map(list, sampled)),
+            trees={name: TreeRound(list(range(6)), 7, 6) for name in names},
+        )
+
+    tracemalloc.start()
+    try:
+        kept = step()
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes / len(kept.scheduled) * StepLog()._max_rows < 400e6
 
 
 def test_what_is_lost_is_counted_as_vllm_counts() -> None:
