@@ -156,7 +156,7 @@ class Attachment:
             self._on_swapped,
             self._on_lost,
             self._wake,
-            lambda: len(self._requests) > 0,
+            lambda: self._has_work,
         )
         self._workers.watch_sleep(self.fell_asleep, self.woke_up)
         # attaches the workers first
@@ -410,7 +410,7 @@ class Attachment:
             prefill = max(step.num_tokens - requests - sum(map(len, step.drafts.values())), 0)
             self._busy.note_step(step.end_ns, step.duration_us, step.num_tokens, requests, self._num_waiting(), prefill)
         self.decide_latency.record(self._decide_ns + time.perf_counter_ns() - began_ns)
-        if not self._requests:
+        if not self._has_work:
             self._model_wait.rest()
 
     @guarded
@@ -468,8 +468,13 @@ class Attachment:
         _, waiting = self._scheduler.get_request_counts()
         return max(int(waiting) - int(getattr(self._scheduler, "num_waiting_for_streaming_input", 0)), 0)
 
+    @property
+    def _has_work(self) -> bool:
+        """Whether a request doesn't wait for its client's next input."""
+        return len(self._requests) > len(self._waiting_sessions)
+
     def _set_busy(self) -> None:
-        self._busy.set(self.commands.is_asleep or len(self._requests) > len(self._waiting_sessions))
+        self._busy.set(self.commands.is_asleep or self._has_work)
 
     def _note_drafter(self, version: str) -> None:
         self._drafter_version = version

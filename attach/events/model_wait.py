@@ -32,7 +32,7 @@ class ModelWait:
             self._typical_ns += (time.perf_counter_ns() - began_ns - self._typical_ns) / 16
 
     def rest(self) -> None:
-        """Engine thread: no request is left."""
+        """Engine thread: no request is left, but those that wait for their clients."""
         self._began_ns = _ALWAYS
 
     def may_have_room(self, needed_ns: float) -> bool:

@@ -99,3 +99,29 @@ def test_a_request_that_is_preempted_again_keeps_the_rounds_that_vllm_delivers(
     for entry in (attached._log.take(), attached._log.take()):
         builder.add(entry) if isinstance(entry, Step) else builder.note(entry)  # type: ignore[arg-type]
     assert len(builder.take().rounds.step) == (0 if is_dropped else 1)
+
+
+def test_an_engine_whose_sessions_all_wait_for_their_clients_is_idle(attached: Attachment, scheduler: Any) -> None:
+    """At each heartbeat the publisher's thread waited for a lull of an engine that did nothing."""
+    session = scheduler.requests["r"] = a_request(drop_stale_output=False, num_stale_output_tokens=0)
+    attached.request_added(session)
+    attached.before_schedule()
+    attached.after_schedule()
+    output = SimpleNamespace(
+        total_num_scheduled_tokens=1,
+        num_scheduled_tokens={"r": 1},
+        num_invalid_spec_tokens=None,
+        scheduled_spec_decode_tokens={},
+    )
+    attached.before_update(output, SimpleNamespace(sampled_token_ids=[[5]], req_id_to_index={"r": 0}))
+    assert attached.commands._is_busy()
+    session.status.name = "WAITING_FOR_STREAMING_REQ"
+    attached.request_interrupted(session)
+    attached.after_update()
+    assert attached._model_wait.has_room(1e12)
+    assert not attached.commands._is_busy()
+    attached.request_added(session)
+    attached.before_schedule()
+    assert not attached._model_wait.has_room(0.0)
+    assert attached.commands._is_busy()
+    assert attached.errors.count == 0
