@@ -1,7 +1,8 @@
 """Tree rows in the target's layers: vLLM's own backend computes all rows, then those of trees are overwritten.
 
-Where a step has no other rows, the backend's own attention is left out. Where the others come after them, as V2 sorts them,
-FlashAttention and the CPU's backend are given those alone.
+Where a step has no other rows, the backend's own attention is left out. Where the others come after them, FlashAttention and
+the CPU's backend are given those alone. V2 puts trees that fill all slots first. Smaller trees are sorted by their rows, and
+chains of fewer rows come before them: then the backend reads the trees' keys as well.
 
 `impl.forward` is wrapped on each layer's instance, which vLLM looks up when it runs. So one wrap serves every backend that
 keeps K and V in a known layout (`cache_views`). A row of a tree attends to the prefix in the cache up to its anchor, and to
