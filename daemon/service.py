@@ -215,6 +215,7 @@ class Service:
             lock=self.lock,
             clock=self.clock,
             monotonic=self.monotonic,
+            on_fetch=lambda: self.in_background(self.old_versions.remove),
         )
         self.old_versions = OldVersions(
             settings.registry.keep_versions,

@@ -165,6 +165,10 @@ class Drafters:
             manifest = self.registry.get(version)
         except RegistryError:
             return False
+        return self.is_made_for(manifest, hello)
+
+    def is_made_for(self, manifest: Manifest, hello: EngineHello | None) -> bool:
+        """As `is_for`; reads nothing, so the version may be gone."""
         if hello is None or manifest.method != hello.method:
             return False
         return is_for_target(manifest, hello.target_path, self.digest_of(hello.target_path))

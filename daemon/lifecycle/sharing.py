@@ -45,7 +45,11 @@ MOST_CLOSE_S = 10.0
 
 
 class Sharing:
-    """The daemon's use of the shared registry, if any. The service's lock guards it, but for what runs in the background."""
+    """The daemon's use of the shared registry, if any. The service's lock guards it, but for what runs in the background.
+
+    Args:
+        on_fetch: called after each version that was fetched: an old one may have to go.
+    """
 
     def __init__(
         self,
@@ -63,11 +67,12 @@ class Sharing:
         lock: threading.RLock,
         clock: Callable[[], float],
         monotonic: Callable[[], float],
+        on_fetch: Callable[[], object],
     ) -> None:
         self._settings, self._shared, self._rollout = settings, shared, rollout
         self._lifecycle, self._canaries, self._drafters, self._eligible = lifecycle, canaries, drafters, eligible
         self._store, self._operations, self._journal = store, operations, journal
-        self._lock, self._clock = lock, clock
+        self._lock, self._clock, self._on_fetch = lock, clock, on_fetch
         self.jobs = Background("honed-sharing", most=2, monotonic=monotonic)
         self._is_exchanging = False
         self._next_s = float("-inf")
@@ -146,14 +151,15 @@ class Sharing:
         """Push, fetch and pool once; none keeps another from being tried. Return what went wrong."""
         with self._lock:
             active = self._manifest_of_active()
-            paths = [engine.hello.target_path for engine in self._eligible.connected() if engine.hello is not None]
-            targets = {digest: path for path in sorted(paths) if (digest := self._drafters.digest_of(path))}
+            hellos = [engine.hello for engine in self._eligible.connected() if engine.hello is not None]
+            named = sorted((hello.target_path, hello.method) for hello in hellos)
+            paths = {(digest, method): path for path, method in named if (digest := self._drafters.digest_of(path))}
         errors = list[str]()
         if active is not None and self._settings.publish and _is_made_here(active):
             with self._noting(errors):
                 self._note("pushed", active, shared.push(active.version))
         with self._noting(errors):
-            self._fetch(shared, active, targets, errors)
+            self._fetch(shared, active, paths, errors)
         with self._noting(errors):
             self._pool(shared)
         return errors
@@ -171,23 +177,33 @@ class Sharing:
             with self._lock:
                 self.last_error = "; ".join(errors)
 
-    def _fetch(self, shared: SharedRegistry, active: Manifest | None, targets: dict[str, str], errors: list[str]) -> None:
-        """Fetch the newest sound version for each target, if it is news."""
-        done = set[str]()
-        for manifest in reversed(shared.missing(targets)):
-            target = manifest.target_sha256
-            if target in done or not _is_news(manifest, active) or manifest.sha256 in self._seen:
+    def _fetch(
+        self, shared: SharedRegistry, active: Manifest | None, paths: dict[tuple[str, str], str], errors: list[str]
+    ) -> None:
+        """Fetch the newest sound version for each target and method, if it is news: older ones than it never are.
+
+        Args:
+            paths: by digest of the target, and method.
+        """
+        done = set[tuple[str, str]]()
+        for manifest in reversed(shared.missing(paths)):
+            serves = manifest.target_sha256, manifest.method
+            if serves in done:
                 continue
-            done.add(target)
+            done.add(serves)
+            if not _is_news(manifest, active) or manifest.sha256 in self._seen:
+                continue
             with self._noting(errors):  # the other targets' versions may be sound
                 try:
-                    made = shared.fetch(manifest, targets[target])
+                    made = shared.fetch(manifest, paths[serves])
                 except DamagedVersionError:  # and so may be an older one
-                    done.remove(target)
+                    done.remove(serves)
                     raise
                 self._note("fetched", made, True)
                 with self._lock:
-                    self._untried[made.version] = made
+                    kept = {version: one for version, one in self._untried.items() if self._drafters.is_kept(version)}
+                    self._untried = kept | {made.version: made}
+                self._on_fetch()
 
     def _pool(self, shared: SharedRegistry) -> None:
         """Tell others how the versions on trial do here, and hear how they do there."""
@@ -269,8 +285,12 @@ class Sharing:
             return ""
         active = self._manifest_of_active()
         names = [active.version] if active is not None else []
+        engines = self._eligible.swappable(*names)
         for one in sorted(self._untried.values(), key=lambda one: one.created_unix_s, reverse=True):
-            if one.version not in names and _is_news(one, active) and self._eligible.swappable(one.version, *names):
+            if one.version in names or not _is_news(one, active):
+                continue
+            fits = any(self._drafters.is_made_for(one, engine.hello) for engine in engines)
+            if fits and self._eligible.swappable(one.version, *names):  # which reads files, and this is asked every second
                 return one.version
         return ""
 

@@ -203,10 +203,21 @@ class SharedRegistry:
         ]
         return sorted(dated, key=_BY_DATE)  # of equal dates, in the order of those that they were given
 
-    def missing(self, targets: Collection[str]) -> list[Manifest]:
-        """List versions that are there and not here, for targets with one of these digests; oldest first."""
+    def missing(self, wanted: Collection[tuple[str, str]]) -> list[Manifest]:
+        """List versions that are there and not here, and newer than any that is in both places; oldest first.
+
+        Args:
+            wanted: targets' digests, and methods: each pair has versions of its own.
+        """
         here = {(manifest.sha256, manifest.target_sha256) for manifest in self._registry.versions()}
-        return [m for m in self.listing() if (m.sha256, m.target_sha256) not in here and m.target_sha256 in targets]
+        done, found = set[tuple[str, str]](), list[Manifest]()
+        for one in reversed(self.listing()):
+            serves = one.target_sha256, one.method
+            if (one.sha256, one.target_sha256) in here:
+                done.add(serves)
+            elif serves in wanted and serves not in done:
+                found.append(one)
+        return found[::-1]
 
     def fetch(self, manifest: Manifest, target_path: str) -> Manifest:
         """Add a version from there to the registry.

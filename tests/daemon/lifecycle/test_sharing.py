@@ -79,24 +79,62 @@ def test_of_versions_that_wait_the_newest_that_fits_is_tried_first(make_host: Ca
     unfit = registry.create(write_dspark, parent=older.version, scope="kv-frozen", target_path=str(one.target))
     assert unfit.method == "dspark"
     assert older.created_unix_s < newer.created_unix_s < unfit.created_unix_s
-    place = SharedRegistry(f"file://{folder}/staging", registry)
-    for manifest in (older, newer, unfit):
-        place.push(manifest.version)
+    place = SharedRegistry(f"file://{folder}/shared", registry)
 
     other = make_host("other")
     before, ours = other.service.drafters.active, other.make(9.0).version
     other.try_out(ours)
-    (folder / "shared").mkdir(exist_ok=True)
-    (folder / "staging" / "versions").rename(folder / "shared" / "versions")
-    wait_for(lambda: other.shared()["fetched"] == 3, "the versions, while another trial runs")
+    place.push(older.version)
+    wait_for(lambda: other.shared()["fetched"] == 1, "a version, while another trial runs")
+    for manifest in (unfit, newer):
+        place.push(manifest.version)
+    wait_for(lambda: other.shared()["fetched"] == 2, "a newer one")
     name = {manifest.sha256: manifest.version for manifest in other.service.drafters.registry.versions()}
     other.engine.acceptance = {before: 0.5, ours: 0.5, name[newer.sha256]: 0.2, name[older.sha256]: 0.9}
     with other.service.lock:
         other.service.canaries.stop("test")
     other.engine.serve(lambda: other.service.drafters.active == name[older.sha256], "a trial of each that fits")
     tried = {operation.detail["version"]: operation.state for operation in other.adoptions()}
-    assert tried[name[newer.sha256]] == "failed", "it came first, though the older one was fetched after it"
-    assert name[unfit.sha256] not in tried
+    assert tried[name[newer.sha256]] == "failed", "it came first, though the older one was fetched before it"
+    assert unfit.sha256 not in name, "no engine here drafts with its method, so it isn't downloaded"
+
+
+def test_a_new_host_fetches_no_history_and_keeps_no_more_than_others(make_host: Callable[..., Host], folder: Path) -> None:
+    """While its active version was an engine's own, each poll fetched the next older one, however many there were."""
+    one = make_host("one", publish=False)
+    registry = one.service.drafters.registry
+    place = SharedRegistry(f"file://{folder}/shared", registry)
+    made = [one.make(float(number)) for number in range(1, 7)]
+    for manifest in made[:4]:
+        place.push(manifest.version)
+    other = make_host("other", try_fetched=False, keep_versions=1)
+    for num_fetched, newest in enumerate(made[3:], 1):
+        if newest is not made[3]:
+            place.push(newest.version)
+        wait_for(lambda: other.shared()["fetched"] == num_fetched, "the newest")  # noqa: B023
+        for _ in range(2):
+            looked = other.shared()["last_success_unix_s"]
+            wait_for(lambda: other.shared()["last_success_unix_s"] > looked, "the end of this look, and another one")  # noqa: B023
+        assert other.shared()["fetched"] == num_fetched, "and none of the older ones"
+        here = other.service.drafters.registry.versions
+        wait_for(lambda: [one.sha256 for one in here()][1:] == [newest.sha256], "the end of the older ones")  # noqa: B023
+    with other.service.lock:
+        assert made[3].sha256 not in {one.sha256 for one in other.service.sharing._untried.values()}, "it is gone"
+
+
+def test_what_no_engine_can_take_is_not_read_every_second(
+    make_host: Callable[..., Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = make_host("one", try_fetched=False)
+    registry = one.service.drafters.registry
+    unfit = registry.create(write_dspark, scope="kv-frozen", target_path=str(one.target), origin="other:v0002")
+    read, get = list[str](), registry.get
+    with one.service.lock:
+        one.service.sharing._untried = {unfit.version: unfit}
+        monkeypatch.setattr(registry, "get", lambda version: (read.append(version), get(version))[1])
+        assert one.service.sharing._next_to_try() == ""
+    assert read
+    assert unfit.version not in read
 
 
 def write_dspark(folder: Path) -> None:

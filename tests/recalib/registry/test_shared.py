@@ -73,11 +73,11 @@ def test_what_is_pushed_here_can_be_fetched_there(here: Side, there: Side, targe
     assert shared.listing() == []
     assert shared.push(made.version)
     assert not shared.push(made.version), "it was there"
-    assert shared.missing([made.target_sha256]) == []
+    assert shared.missing([(made.target_sha256, made.method)]) == []
 
     other_registry, other = there
-    assert other.missing(["0" * 64]) == [], "for another target"
-    (found,) = other.missing([made.target_sha256])
+    assert other.missing([("0" * 64, made.method), (made.target_sha256, "eagle3")]) == [], "for others"
+    (found,) = other.missing([(made.target_sha256, made.method)])
     time.sleep(0.01)  # it isn't newer for having come later
     fetched = other.fetch(found, "/models/here/it/is/called/otherwise")
     assert fetched.version == f"v0002-{made.sha256[:8]}"
@@ -97,7 +97,7 @@ def test_what_is_pushed_here_can_be_fetched_there(here: Side, there: Side, targe
     assert {name: getattr(fetched, name) for name in same} == {name: getattr(made, name) for name in same}
     assert fetched.origin.endswith(f":{made.version}")
     assert fetched.target_path == "/models/here/it/is/called/otherwise"
-    assert other.missing([made.target_sha256]) == []
+    assert other.missing([(made.target_sha256, made.method)]) == []
     assert not other.push(fetched.version)
 
 
@@ -106,7 +106,7 @@ def test_versions_come_in_the_order_in_which_they_were_made(here: Side, there: S
     made = [registry.create(checkpoint(i), target_path=str(target)) for i in range(4)]
     for manifest in reversed(made):
         shared.push(manifest.version)
-    assert [m.sha256 for m in there[1].missing([made[0].target_sha256])] == [m.sha256 for m in made]
+    assert [m.sha256 for m in there[1].missing([(made[0].target_sha256, made[0].method)])] == [m.sha256 for m in made]
 
 
 @pytest.mark.fault("a version from a host whose clock is ahead")
@@ -121,15 +121,15 @@ def test_versions_of_a_host_whose_clock_is_ahead_are_as_old_as_they_are_known(he
         return made
 
     ahead = [push(i, now_s + 86400.0 + i) for i in range(4)]
-    found = there.missing([ahead[0].target_sha256])
+    found = there.missing([(ahead[0].target_sha256, ahead[0].method)])
     assert [m.sha256 for m in found] == [m.sha256 for m in ahead], "they stay in their order"
     assert {m.created_unix_s for m in found} == {now_s}
     fetched = there.fetch(found[-1], str(target))
     assert fetched.created_unix_s == now_s
     now_s += 100.0
     later = push(9, now_s - 50.0)
-    found = there.missing([later.target_sha256])
-    assert [m.sha256 for m in found] == [m.sha256 for m in (*ahead[:-1], later)], "a later one is newer"
+    found = there.missing([(later.target_sha256, later.method)])
+    assert [m.sha256 for m in found] == [later.sha256], "a later one is newer, and the others are older than what was fetched"
     assert found[-1].created_unix_s == later.created_unix_s > fetched.created_unix_s
 
 
@@ -160,7 +160,7 @@ def test_a_file_that_is_gone_or_cut_off_there_is_pushed_again(
     shared._fs.rm(place)
     if is_there:
         shared._fs.pipe_file(place, data[:-1])
-    (found,) = there[1].missing([made.target_sha256])
+    (found,) = there[1].missing([(made.target_sha256, made.method)])
     wrong = "has .* its manifest says" if is_there and name == "config.json" else "has .* bytes" if is_there else "is missing"
     refused(there[1], found, target, f"{name} {wrong}.*: remove .*; the host that made it writes it again")
     assert shared.push(made.version)
@@ -177,11 +177,11 @@ def test_a_manifest_of_other_files_is_pushed_again_and_read_again(
     made = pushed(here, target)
     place = f"{shared._versions}/{made.sha256}/manifest.json"
     shared._fs.pipe_file(place, json.dumps(json.loads(shared._fs.cat_file(place)) | damage).encode())
-    (found,) = there[1].missing([made.target_sha256])
+    (found,) = there[1].missing([(made.target_sha256, made.method)])
     refused(there[1], found, target, "the host that made it writes it again")
     time.sleep(0.01)  # the file system's clock has steps
     assert shared.push(made.version)
-    (found,) = there[1].missing([made.target_sha256])
+    (found,) = there[1].missing([(made.target_sha256, made.method)])
     assert there[1].fetch(found, str(target)).sha256 == made.sha256
 
 
@@ -194,7 +194,7 @@ def test_what_was_changed_there_is_refused_and_leaves_nothing_here(here: Side, t
     shared._fs.pipe_file(place, data[:-2] + b" }" if name == "config.json" else data[:-1] + b"\x01")
     other_registry, other = there
     before = other_registry.versions()
-    (found,) = other.missing([made.target_sha256])
+    (found,) = other.missing([(made.target_sha256, made.method)])
     with pytest.raises(RegistryError, match=rf"{name} has sha256 .* writes it again"):
         other.fetch(found, str(target))
     assert other_registry.versions() == before
@@ -226,7 +226,7 @@ def test_files_longer_than_their_manifest_says_are_not_fetched(here: Side, there
     made = pushed(here, target)
     place = f"{shared._versions}/{made.sha256}/{name}"
     shared._fs.pipe_file(place, shared._fs.cat_file(place) + b" " * MAX_DOCUMENT_BYTES)
-    (found,) = there[1].missing([made.target_sha256])
+    (found,) = there[1].missing([(made.target_sha256, made.method)])
     with pytest.raises(RegistryError, match=rf"{name} has \d+ bytes, (at most )?\d+ are expected"):
         there[1].fetch(found, str(target))
 
@@ -258,7 +258,7 @@ def test_what_is_damaged_is_downloaded_again_once_it_was_written_anew_or_after_a
     data = shared._fs.cat_file(place)
     shared._fs.pipe_file(place, data[:-1] + b"\x01")
     other = SharedRegistry(shared.url, Registry(tmp_path / "there"), lambda: now_s)
-    (found,) = other.missing([made.target_sha256])
+    (found,) = other.missing([(made.target_sha256, made.method)])
     copied = downloads(other, monkeypatch)
     refused(other, found, target, "model.safetensors has sha256 .* writes it again")
     now_s = 6.0 + DAMAGED_S
@@ -284,7 +284,7 @@ def test_what_is_no_drafter_is_downloaded_once(here: Side, there: Side, target: 
     for name, data in (("model.safetensors", odd), ("config.json", shared._fs.cat_file(f"{place}/config.json"))):
         shared._fs.pipe_file(f"{anew}/{name}", data)
     shared._fs.pipe_file(f"{anew}/manifest.json", json.dumps(told).encode())
-    found = next(m for m in there[1].missing([made.target_sha256]) if m.sha256 == told["sha256"])
+    found = next(m for m in there[1].missing([(made.target_sha256, made.method)]) if m.sha256 == told["sha256"])
     copied = downloads(there[1], monkeypatch)
     for _ in range(3):
         refused(there[1], found, target, "is not a sound safetensors file")
@@ -298,7 +298,7 @@ def test_what_is_cut_off_there_is_not_downloaded(
     made = pushed(here, target)
     place = f"{shared._versions}/{made.sha256}/model.safetensors"
     shared._fs.pipe_file(place, shared._fs.cat_file(place)[:-1])
-    (found,) = there[1].missing([made.target_sha256])
+    (found,) = there[1].missing([(made.target_sha256, made.method)])
     copied = downloads(there[1], monkeypatch)
     refused(there[1], found, target, f"has {made.bytes - 1} bytes, {made.bytes} are expected: remove .* writes it again")
     assert copied == []
@@ -308,7 +308,7 @@ def test_what_was_cut_off_on_its_way_is_tried_again_at_once(
     here: Side, there: Side, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = pushed(here, target)
-    (found,) = there[1].missing([made.target_sha256])
+    (found,) = there[1].missing([(made.target_sha256, made.method)])
     with monkeypatch.context() as line:
         line.setattr(there[1]._fs, "get_file", lambda place, path: Path(path).write_bytes(b"only this"))
         refused(there[1], found, target, "cut off after 9 bytes")
