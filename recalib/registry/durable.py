@@ -91,6 +91,14 @@ def open_regular(path: Path) -> BufferedReader:
     return open(fd, "rb")
 
 
+def is_missing(path: Path) -> bool:
+    """Return whether nothing is at a path. What this user may not look for isn't missing: who opens it hears why."""
+    try:
+        return not path.exists()
+    except OSError:
+        return False
+
+
 def read_document(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> bytes:
     """Read a file that should be short. Raises OSError: it can't be read, is longer, or is no regular file."""
     with open_regular(path) as file:

@@ -33,6 +33,7 @@ import msgspec
 from honed.recalib.registry.access import User, check_readable
 from honed.recalib.registry.durable import (
     fsync_path,
+    is_missing,
     locked,
     make_folder,
     open_regular,
@@ -147,7 +148,7 @@ class Registry:
             RegistryError: the folder isn't a drafter's checkpoint.
         """
         path = Path(path)
-        if (path / CONFIG).exists() and not (path / WEIGHTS).exists():
+        if not is_missing(path / CONFIG) and is_missing(path / WEIGHTS):
             return self._import_parts(path, target_path, note, user)
         with ExitStack() as stack:
             try:

@@ -22,6 +22,7 @@ from honed.recalib.registry.manifest import Figures, is_for_target
 from honed.recalib.registry.registry import Manifest, Registry, RegistryError
 from honed.recalib.registry.target_digest import digest_of_target, stamp_of_target
 from tests.full_tmpfs import run_on_tmpfs
+from tests.shut_out import shut_out
 from tests.tools import ROOT
 
 
@@ -287,6 +288,12 @@ def test_parts_that_make_no_drafter_are_refused(registry, tmp_path, monkeypatch)
     with pytest.raises(RegistryError, match="parts: 0 bytes long, shorter than a safetensors header"):
         registry.import_checkpoint(folder)
     assert list((registry.root / "versions").iterdir()) == []
+
+
+def test_a_folder_that_this_user_may_not_enter_is_named(registry, drafter_folder):
+    """Such as one below another user's home, which an operator can open only if told so."""
+    with shut_out(drafter_folder), pytest.raises(RegistryError, match=r"drafter/config.json can't be read \(Permission"):
+        registry.import_checkpoint(drafter_folder)
 
 
 def test_parts_that_their_user_cannot_read_are_not_copied(registry, open_folder):

@@ -19,6 +19,7 @@ from honed.recalib.registry.manifest import Figures, Manifest
 from honed.recalib.registry.registry import Registry, RegistryError
 from honed.recalib.registry.shared import DAMAGED_S, MOST_TRIALS, SharedRegistry, UrlError, open_url
 from tests.recalib.registry.test_registry import checkpoint
+from tests.shut_out import shut_out
 
 
 @pytest.fixture
@@ -341,17 +342,11 @@ def test_a_place_that_this_user_may_not_enter_is_no_empty_one(tmp_path: Path) ->
     (place / "versions").mkdir(parents=True)
     (place / "evidence" / "a" / "b").mkdir(parents=True)
     shared = SharedRegistry(f"file://{place}", Registry(tmp_path / "here"))
-    user = os.geteuid()
-    place.chmod(0)
-    try:
-        os.seteuid(user or 65534)
+    with shut_out(place):
         with pytest.raises(RegistryError, match=r"PermissionError: .*shared.*the user honed must have the same uid and gid"):
             shared.listing()
         with pytest.raises(RegistryError, match="same uid and gid"):
             shared.heard("a", "b", "mine")
-    finally:
-        os.seteuid(user)
-        place.chmod(0o700)
 
 
 def test_a_protocol_that_nobody_speaks_is_named(tmp_path: Path) -> None:
