@@ -1,10 +1,10 @@
-"""Draft lengths on a running vLLM: honed's choice against every fixed one, a tuned table, other rules, and no speculation.
+"""Draft lengths on a running vLLM: honed's choice against every fixed one, a tuned table, and no speculation.
 
 The target is the tiny pair's, made expensive by layers that change nothing (`stacked_target`), so that a draft pass costs a
 small part of a target step, as on a real server. Each contender is a vLLM engine. Those that speculate have honed attached and
-a daemon of their own, whose settings name the rule. "none" doesn't speculate. Regimes are concurrency x traffic. Learning rules
-see a regime's traffic before it is measured: honed's, which remembers hundreds of rounds, for 24 requests or more, the others,
-which remember eight, for a run. The shifting trace plays every regime for 40 to 160 steps, without a pause. Nothing is trained,
+a daemon of their own, whose settings name the rule. "none" doesn't speculate. Regimes are concurrency x traffic. honed's
+choice, which remembers hundreds of rounds, sees a regime's traffic for 24 requests or more before it is measured. The shifting
+trace plays every regime for 40 to 160 steps, without a pause. Nothing is trained,
 so nothing is captured (`bench-capture` measures that cost). Requests don't name their traffic. They are greedy and of fixed
 length, so every run emits the same tokens. Prompts are computed in every run (no prefix caching). The table (as vLLM's own:
 draft length by batch size) is tuned first, on mixed traffic.
@@ -24,7 +24,7 @@ The comparison's reliability is also measured: at a concurrency where the table'
 do the same. `same_twice` is the one's speed over the other's.
 
 `--pair eagle3` and `--pair mtp` take drafters that draft one token after the other, at the lengths that people use
-(`make_pairs` makes the pairs). They leave out the trace and the other learning rules. So does `--tree-slots N`: honed chooses
+(`make_pairs` makes the pairs). They leave out the trace. So does `--tree-slots N`: honed chooses
 among chains and trees of up to N nodes, "chains" is honed's choice among chains, and "tree-N" are fixed trees. Its target is
 made expensive by wide MLPs instead of layers: their weights are read from memory in every step. So a row costs less than with
 many small layers, yet some 8 % of a step here. `--pause PASS_MS ROW_MS` simulates a device on which rows are cheap, as on a GPU
@@ -71,7 +71,6 @@ Rates = dict[str, list[dict[str, float]]]
 
 LENGTHS = (1, 2, 3, 5, 7)
 OURS = "goodput"
-LEARNING = (OURS, "threshold", "kelly")
 CHAINS = "chains"
 CONCURRENCY = (1, 4, 16)
 TRAFFIC = ("a", "b", "mixed")
@@ -125,11 +124,11 @@ class Bench:
     @property
     def learning(self) -> tuple[str, ...]:
         """The rules that learn."""
-        return LEARNING if self.has_trace else (OURS, *[CHAINS] * bool(self.tree_slots))
+        return (OURS, *[CHAINS] * bool(self.tree_slots))
 
     @property
     def has_trace(self) -> bool:
-        """Whether the trace is played, and other learning rules too."""
+        """Whether the trace is played."""
         return self.pair == "dflash" and not self.tree_slots
 
     def has_trees(self, rule: str) -> bool:
@@ -246,9 +245,8 @@ class Bench:
     def regimes(self) -> None:
         """Measure every rule in every regime; learning rules have seen it for a while."""
         for concurrency, traffic in itertools.product(self.concurrency, TRAFFIC):
-            for _ in range(self.settling * SETTLING[concurrency] - 1):
-                self.play(tuple(rule for rule in self.learning if rule in (OURS, CHAINS)), concurrency, traffic)
-            self.play(self.learning, concurrency, traffic)
+            for _ in range(self.settling * SETTLING[concurrency]):
+                self.play(self.learning, concurrency, traffic)
             self.measure(f"{concurrency}-{traffic}", self.rules, concurrency, traffic)
 
     def shifting(self) -> None:

@@ -29,13 +29,12 @@ from pathlib import Path
 from benchmarks.regret import warm_up_work
 from benchmarks.server.measured import commit, hardware
 from benchmarks.simulated.against_scenarios import SCENARIOS, Scenario
+from benchmarks.simulated.dictated import Dictated
 from benchmarks.simulated.engine import Outcome, simulate
 from benchmarks.simulated.oracle import Oracle, Steered
 from benchmarks.simulated.traffic import Traffic
 from benchmarks.simulated.vllm_adaptive import AdaptiveVerification, FedVerification
 from honed.adapt.control.settings import ControllerSettings
-from honed.adapt.lengths.rules import make_rule
-from honed.adapt.steps.step_time import StepTimeModel
 
 COLUMNS = ("ahead", "at once", "fed", "oracle", "sees", "anyway")
 NUM_SPREAD = 3
@@ -55,9 +54,7 @@ def run_honed(traffic: Traffic, seed: int, is_pipelined: bool = False) -> Outcom
 def run_all_drafts(traffic: Traffic) -> Outcome:
     """Run vLLM without adaptive verification: K drafts for every request."""
     k = traffic.trace.num_spec_tokens
-    rule = make_rule("static", k)
-    rule.set_limits(k, k, (), StepTimeModel())
-    return simulate(traffic, rule)
+    return simulate(traffic, Dictated(k, k))
 
 
 def measure(scenario: Scenario, seed: int, is_bounded: bool) -> dict[str, float]:

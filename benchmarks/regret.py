@@ -1,8 +1,8 @@
 """Regret: the loss of honed's choice of draft lengths against an oracle, on simulated traffic with known truth.
 
 Every trace of `regret_traces` is run by honed's own loop (decider and controller as in production), by the oracle of
-`benchmarks.simulated.oracle`, and by the rules of `adapt.lengths.rules`. These have a step-time model fitted to the true costs,
-and "table" has lengths tuned on the trace's mean curve: more than they would have. All do the same work with the same luck.
+`benchmarks.simulated.oracle`, by fixed lengths, and by a table whose lengths are tuned on the trace's mean curve and the true
+costs: more than one would have. All do the same work with the same luck.
 Regret is 1 − the oracle's seconds / the rule's. The output has:
 
     regret    after a warm-up of 2,000 verify rounds or 20 simulated seconds, whichever ends later
@@ -37,11 +37,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.server.measured import commit, hardware
+from benchmarks.simulated.dictated import Dictated
 from benchmarks.simulated.engine import Outcome, simulate
 from benchmarks.simulated.jump_traces import JUMPS, ratio_to_best_length
 from benchmarks.simulated.oracle import run_oracle, run_steered
 from benchmarks.simulated.regret_traces import EXTRA, TRACES
-from benchmarks.simulated.regret_truths import TRUTHS, WithTruth, fitted_model, tuned_table
+from benchmarks.simulated.regret_truths import TRUTHS, WithTruth, tuned_table
 from benchmarks.simulated.traffic import Trace, Traffic
 from honed.adapt.protocol.arrays import Floats
 
@@ -138,24 +139,13 @@ def measure(trace: Trace, is_quick: bool, is_ablated: bool, seeds: int) -> Row:
 
 
 def contenders(traffic: Traffic, oracle: Outcome, begin: float, end: float) -> dict[str, float]:
-    """Regret of each known rule, after the same warm-up."""
-    try:
-        from honed.adapt.lengths.rules import RULES, make_rule
-    except ImportError:
-        return {}
-    trace, found = traffic.trace, {}
-    k = trace.num_spec_tokens
-    model, table = fitted_model(traffic, 0.0), tuned_table(traffic)
-    for name in RULES:
-        rule = make_rule(name, k)
-        rule.set_limits(k, k, table, model)
-        found[name] = regret(simulate(traffic, rule), oracle, begin, end)
-    statics = []
-    for length in range(k + 1):
-        rule = make_rule("static", k)
-        rule.set_limits(k, length, (), model)
-        statics.append(regret(simulate(traffic, rule), oracle, begin, end))
-    return found | {"static-best": min(statics)}
+    """Regret of all drafts, of the tuned table, and of the best fixed length, after the same warm-up."""
+    k = traffic.trace.num_spec_tokens
+    table, *statics = (
+        regret(simulate(traffic, rule), oracle, begin, end)
+        for rule in (Dictated(k, k, tuned_table(traffic)), *(Dictated(k, length) for length in range(k + 1)))
+    )
+    return {"static": statics[-1], "table": table, "static-best": min(statics)}
 
 
 def _mean_length(outcome: Outcome) -> float:

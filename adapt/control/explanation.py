@@ -12,9 +12,8 @@ from honed.adapt.acceptance.context_shift import bucket_starts
 from honed.adapt.acceptance.estimate import acceptance_length, survival
 from honed.adapt.acceptance.forgetting import AdaptiveCounts
 from honed.adapt.lengths.block_size import PRICED, choose_equal, latency_gains
+from honed.adapt.lengths.length_policy import dictated_length, round_down
 from honed.adapt.lengths.policy_tables import are_equal, limit_of, shared_lengths_of
-from honed.adapt.lengths.rules import RULES, make_rule
-from honed.adapt.lengths.rules_counted import Static
 from honed.adapt.protocol.arrays import Floats
 from honed.adapt.protocol.wire import Policy
 from honed.adapt.steps.step_time import StepTimeModel
@@ -80,16 +79,11 @@ class Plans:
         return [{"num_requests": n, "by_length": [round(1e3 * self._seconds(n, n * k, k), 4) for k in lengths]} for n in sizes]
 
     def plan(self, count: int) -> dict[str, Any]:
-        """Predict draft lengths for so many requests, the step's time, and the gain over k = 0.
-
-        Empty where lengths aren't predictable: the rule uses each request's recent acceptance.
-        """
+        """Predict draft lengths for so many requests, the step's time, and the gain over k = 0."""
         if not self.model.is_ready or not len(self.acceptance):
             return {}
         curve = survival(self.acceptance)
         num_drafts = self._num_drafts(curve, count)
-        if num_drafts is None:
-            return {}
         depth, rest = divmod(num_drafts, count)
         block = depth + (rest > 0)
         seconds = self._seconds(count, num_drafts, block)
@@ -104,8 +98,8 @@ class Plans:
             "has_trees": self.has_trees,
         }
 
-    def _num_drafts(self, curve: Floats, count: int) -> int | None:
-        """Draft tokens of a batch, as `adapt.lengths.decider` chooses them; None: not predictable."""
+    def _num_drafts(self, curve: Floats, count: int) -> int:
+        """Draft tokens of a batch, as `adapt.lengths.decider` chooses them."""
         policy, k = self.policy, len(curve)
         if policy is None or policy.kind == "off":
             return count * k
@@ -124,12 +118,8 @@ class Plans:
                 captured_lengths=policy.captured_lengths,
             )
             return count * choice.point.cap
-        rule = make_rule(policy.kind if policy.kind in RULES else "static", k)
-        if not isinstance(rule, Static):
-            return None
         shared = () if "draft_tokens" in policy.override else shared_lengths_of(policy, limit)
-        rule.set_limits(limit, policy.static_k, policy.table, StepTimeModel(), shared)
-        return sum(rule.decide([""] * count, 0, 0, 0.0).num_draft_tokens)
+        return count * round_down(dictated_length(policy, count, limit), shared)
 
     def _most_rewarding(self, gains: Floats, count: int, is_latency: bool) -> int:
         # The result of `block_size.choose` where all requests are alike: they are filled depth by depth. Without its compiler,

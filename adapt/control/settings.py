@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import ClassVar, Literal
 
-from honed.adapt.lengths.rules import RULES
 from honed.adapt.monitor.drift import DriftSettings
 from honed.adapt.protocol.ranges import COUNT, DRAFT_TOKENS, SHARE, OneOf, Range, Ranges, check_ranges
 from honed.adapt.steps.step_time import StepTimeSettings
 
-MODES = ("goodput", "latency", "off", *RULES)
+MODES = ("goodput", "latency", "off", "static", "table")
 _LEAST_STRENGTH = 0.1
 """Least strength of a prior, in pseudo-rounds: a weaker one is no guess where there are no data."""
 
@@ -22,8 +21,8 @@ class ControllerSettings:
     """Settings that steer an engine."""
 
     mode: str = "goodput"
-    """"goodput" (most predicted tokens per second of the batch), "latency" (of each request), "off" (observe only) or a rule
-    of adapt.lengths.rules ("static", …)."""
+    """"goodput" (most predicted tokens per second of the batch), "latency" (of each request), "off" (observe only), "static"
+    or "table" (by batch size)."""
     static_k: int = -1
     """Draft tokens of mode "static" and of every fallback; −1: as many as the drafter drafts."""
     max_k: int = -1

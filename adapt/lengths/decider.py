@@ -7,7 +7,7 @@ The requests' state is in `adapt.lengths.request_beliefs`. This table gives the 
     older than ttl_s   stale_policy    fallback_k
     kind "off"         off             K (the attachment leaves vLLM alone)
     kind "static"      static          static_k ("override" for an operator's override)
-    a rule             its name        adapt.lengths.rules
+    kind "table"       table           of the policy's rows by batch size
     kind "goodput",    cold            static_k, until the policy carries a step-time model
     or "latency"       policy          adapt.lengths.block_size.choose
                        explore         `explore_share` of the steps or less (`explore.alone_share`), and a quarter of the cold
@@ -50,12 +50,9 @@ from honed.adapt.lengths.explore import (
     alone_share,
     neighbour,
 )
-from honed.adapt.lengths.length_policy import Decision, round_down
+from honed.adapt.lengths.length_policy import Decision, dictated_length, round_down
 from honed.adapt.lengths.policy_tables import PolicyTables
 from honed.adapt.lengths.request_beliefs import RequestBeliefs
-from honed.adapt.lengths.rules import RULES, make_rule
-from honed.adapt.lengths.rules_base import LengthRule
-from honed.adapt.protocol.arrays import Ints
 from honed.adapt.protocol.wire import Policy
 
 COLD_EXPLORE_SHARE = 0.25
@@ -74,7 +71,6 @@ class Decider:
         self.reads_contexts = False
         """Whether decisions depend on the lengths of the requests' contexts, while the policy isn't stale."""
         self._point: OperatingPoint | None = None
-        self._rule: LengthRule | None = None
         self._most_tokens = 0  # most tokens of any step so far
         self._trials, self._length_trials = Trials(), LengthTrials()
         self._tables = PolicyTables.of(None, self.num_spec_tokens)
@@ -129,20 +125,8 @@ class Decider:
         self._tables, self._model = tables, tables.model
         self.requests.use(tables)
         policy = tables.policy
-        self._use_rule(policy)
         self._is_priced = policy is not None and policy.kind in PRICED and tables.model.is_ready
-        self.reads_contexts = self._rule is not None or self._is_priced or (policy is not None and policy.equal_lengths)
-
-    def _use_rule(self, policy: Policy | None) -> None:
-        if policy is None or policy.kind not in RULES or policy.kind == "static":
-            self._rule = None
-            return
-        if self._rule is None or self._rule.name != policy.kind:
-            self._rule = make_rule(policy.kind, self.num_spec_tokens)
-            for request_id, slot in self.requests.slot_of.items():
-                self._rule.start(request_id, ceiling=int(self.requests.ceiling[slot]))
-        tables = self._tables
-        self._rule.set_limits(tables.limit, policy.static_k, policy.table, self._model, tables.shared_lengths)
+        self.reads_contexts = self._is_priced or (policy is not None and policy.equal_lengths)
 
     def prepare(self) -> None:
         """Compile the decision's code now, which takes seconds the first time."""
@@ -154,17 +138,12 @@ class Decider:
 
     def start(self, request_id: str, workload: str = "default", ceiling: int = -1, *, keeps_chain: bool = False) -> None:
         """Add a request, see `RequestBeliefs.start`; a second time changes nothing."""
-        if request_id in self.requests.slot_of:
-            return
-        self.requests.start(request_id, workload, ceiling, keeps_chain=keeps_chain)
-        if self._rule is not None:
-            self._rule.start(request_id, workload, ceiling)
+        if request_id not in self.requests.slot_of:
+            self.requests.start(request_id, workload, ceiling, keeps_chain=keeps_chain)
 
     def finish(self, request_id: str) -> None:
         """Forget a request; an unknown one is fine."""
         self.requests.finish(request_id)
-        if self._rule is not None:
-            self._rule.finish(request_id)
 
     def observe(
         self,
@@ -173,23 +152,8 @@ class Decider:
         num_accepted_tokens: Sequence[int],
     ) -> None:
         """Learn from finished rounds; see `RequestBeliefs.observe`."""
-        if not request_ids:
-            return
-        self.requests.observe(request_ids, num_draft_tokens, num_accepted_tokens)
-        if self._rule is not None:
-            self._rule.observe(request_ids, num_draft_tokens, num_accepted_tokens)
-
-    def observe_trees(
-        self,
-        request_ids: Sequence[str],
-        num_accepted_tokens: Sequence[int],
-        chain_tokens: Sequence[int],
-        chain_accepted: Sequence[int],
-    ) -> None:
-        """Note rounds with draft trees. What nodes are worth the policy says; a rule learns from the chains in them."""
-        self.requests.advance(request_ids, num_accepted_tokens)
-        if self._rule is not None and request_ids:
-            self._rule.observe(request_ids, chain_tokens, chain_accepted)
+        if request_ids:
+            self.requests.observe(request_ids, num_draft_tokens, num_accepted_tokens)
 
     def note_context(self, request_id: str, num_tokens: int, end: int, room: int) -> None:
         """Note the length of a request's context, and the one at which it ends at the latest; an unknown request is fine.
@@ -239,15 +203,9 @@ class Decider:
         policy, requests = self._tables.policy, self.requests
         if policy is None or not decision.block or decision.reason == "off":
             return decision
-        most: Ints | int
-        if self._tables.are_equal(len(request_ids)):
-            if decision.block <= requests.most_room:
-                return decision
-            most = round_down(requests.most_room, self._tables.shared_lengths)
-        elif self._rule is None or not requests.num_ceilings:
+        if not self._tables.are_equal(len(request_ids)) or decision.block <= requests.most_room:
             return decision
-        else:
-            most = requests.ceiling[requests.slots_of(request_ids)]
+        most = round_down(requests.most_room, self._tables.shared_lengths)
         lengths = np.minimum(decision.num_draft_tokens, most).tolist()
         return Decision(lengths, max(lengths), decision.reason)
 
@@ -259,7 +217,7 @@ class Decider:
         now_s: float,
         noted: tuple[Sequence[int] | None, int, int],
     ) -> Decision:
-        """Choose for `decide`, which holds rules, and equal lengths, to what the requests can still take."""
+        """Choose for `decide`, which holds equal lengths to what the requests can still take."""
         self._refresh_fallback(now_s)
         tables = self._tables
         policy, static_k = tables.policy, tables.static_k
@@ -272,13 +230,10 @@ class Decider:
             self.requests.expect(request_ids, *noted, are_equal=are_equal)
         if self._fallback == "stale_policy":
             return self._uniform(request_ids, tables.fallback_k, "stale_policy")
-        if self._rule is not None:
-            if context_tokens < 0:
-                context_tokens = self.requests.noted_tokens(request_ids)
-            return self._rule.decide(request_ids, context_tokens, num_prefill_tokens, now_s)
         if policy.kind not in PRICED:
-            is_ordered = "draft_tokens" in policy.override
-            return self._uniform(request_ids, static_k, "override" if policy.override else "static", is_exact=is_ordered)
+            length, is_ordered = dictated_length(policy, len(request_ids), tables.limit), "draft_tokens" in policy.override
+            reason = "table" if policy.kind == "table" else "override" if policy.override else "static"
+            return self._uniform(request_ids, length, reason, is_exact=is_ordered)
         share, chance = policy.explore_share, self._random.random()
         if not self._is_priced:
             if chance >= (max(share, COLD_EXPLORE_SHARE) if share > 0.0 else 0.0):

@@ -1,4 +1,4 @@
-"""Interface of all rules that choose draft lengths: the default, and those it is compared with.
+"""Interface of all rules that choose draft lengths, and the lengths that a policy dictates.
 
 Non-anticipating by construction: a rule gets finished rounds (`observe`) and a batch's shape (`decide`), never the draft tokens
 that its answer cuts. This keeps sampled output unbiased, whatever the quality of the answer.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
+
+from honed.adapt.protocol.wire import Policy
 
 
 class Decision(NamedTuple):
@@ -60,3 +62,15 @@ class LengthPolicy(Protocol):
 def round_down(length: int, lengths: Sequence[int]) -> int:
     """Return the longest of `lengths`, which ascend from 0, that isn't longer; the length itself where there are none."""
     return lengths[bisect_right(lengths, length) - 1] if lengths else length
+
+
+def dictated_length(policy: Policy, count: int, limit: int) -> int:
+    """Return the draft tokens that kinds without prices give each of so many requests, within 0 … limit.
+
+    "table" is as vLLM's `num_speculative_tokens_per_batch_size`: the first row whose batch is large enough, else the last.
+    Other kinds, and a table without rows, give `static_k`. vLLM counts every request scheduled in the step, this decoding ones.
+    """
+    length = policy.static_k
+    if policy.kind == "table" and policy.table:
+        length = next((row[1] for row in policy.table if count <= row[0]), policy.table[-1][1])
+    return min(max(length, 0), limit)

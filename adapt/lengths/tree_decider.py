@@ -179,7 +179,7 @@ class TreeDecider:
         """Learn from finished rounds of trees: what the chains in them would have given, and where requests are now."""
         if not request_ids:
             return
-        self._trees.observe_trees(request_ids, num_accepted_tokens, chain_tokens, chain_accepted)
+        self._trees.requests.advance(request_ids, num_accepted_tokens)  # what nodes are worth the policy says
         more = [whole - of_chain for whole, of_chain in zip(num_accepted_tokens, chain_accepted, strict=True)]
         self._chains.requests.advance(request_ids, more)  # first: `observe` looks at who is near the end
         self._chains.observe(request_ids, chain_tokens, chain_accepted)

@@ -327,7 +327,7 @@ class Policy(_Message, frozen=True):
     generation: Count
     ttl_s: Amount
     kind: Name
-    """"goodput", "off" (observe only: leave vLLM alone) or a rule of adapt.lengths.rules; an unknown one is "static"."""
+    """"goodput", "latency", "off" (observe only: leave vLLM alone), "static" or "table"; an unknown one is "static"."""
     static_k: Most
     """Draft tokens for kind "static", and of the others while they know no costs."""
     max_k: Most

@@ -3,14 +3,12 @@
     static:K           K draft tokens for every request
     table:B=K,B=K      by batch size: K up to B requests, like vLLM's own table; "table" alone: the settings' one
     goodput, latency   honed's own decision, with the log's acceptance and step times as its policy
-    threshold …        the others of `adapt.lengths.rules`
 
 All but static:K obey the limits of the engine's settings and its graphs, with honed's own hysteresis and exploring.
 
-A rule learns as it goes: after each step it gets the outcome of its drafts, sampled where the log doesn't have it. `goodput`,
-`latency` and the priced rules know the averages of the whole log in advance. The engine learns them, too, a little later:
-in a log shorter than a few hundred steps they look better here than they would have been. Requests' own ceilings aren't logged,
-and don't hold here.
+honed's own decision learns as it goes: after each step it gets the outcome of its drafts, sampled where the log lacks it. It
+knows the averages of the whole log in advance. The engine learns them, too, a little later: in a log shorter than a few
+hundred steps it looks better here than it would have been. Requests' own ceilings aren't logged, and don't hold here.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from honed.adapt.acceptance.estimate import scale_odds
 from honed.adapt.control.settings import ControllerSettings
 from honed.adapt.lengths.decider import Decider
 from honed.adapt.lengths.length_policy import LengthPolicy
-from honed.adapt.lengths.policy_tables import limit_of, shared_lengths_of
 from honed.adapt.protocol.arrays import Ints
 from honed.adapt.protocol.wire import Policy, WorkloadPrior
 from honed.adapt.replay.acceptance import Beliefs
@@ -57,12 +54,9 @@ def parse_rule(text: str, num_spec_tokens: int, table: Sequence[tuple[int, int]]
     Raises:
         ValueError: it can't be replayed; the message gives the reason and the possible rules.
     """
-    from honed.adapt.lengths.rules import RULES
-
     name, _, figures = text.partition(":")
-    others = [*OWN, *sorted(set(RULES) - {"static", "table"})]
     try:
-        if name in others:
+        if name in OWN:
             if figures:
                 raise ValueError(f"{name} takes no figures")
             return Rule(text, name)
@@ -80,7 +74,7 @@ def parse_rule(text: str, num_spec_tokens: int, table: Sequence[tuple[int, int]]
     except ValueError as error:
         raise ValueError(
             f"policy {text!r} can't be replayed: {error}. There are static:0 … static:{num_spec_tokens}, "
-            f"table:BATCH=K,BATCH=K (K at most {num_spec_tokens}), {', '.join(others)}"
+            f"table:BATCH=K,BATCH=K (K at most {num_spec_tokens}), {', '.join(OWN)}"
         ) from error
 
 
@@ -115,16 +109,9 @@ def lengths_of(
     """Draft tokens of the rule in each round, [R]."""
     if rule.name == "static":
         return np.full(len(log.step), rule.static_k)
-    policy = _policy(rule, log, num_spec_tokens, beliefs, model, settings)
-    if rule.name in OWN:
-        decider = Decider(num_spec_tokens, int(log.num_requests.max()), seed)
-        decider.set_policy(policy, now_s=0.0)
-        return play(log, decider, num_spec_tokens, beliefs, seed)
-    from honed.adapt.lengths.rules import make_rule
-
-    length_rule, limit = make_rule(rule.name, num_spec_tokens, seed), limit_of(policy, num_spec_tokens)
-    length_rule.set_limits(limit, policy.static_k, policy.table, model, shared_lengths_of(policy, limit))
-    return play(log, length_rule, num_spec_tokens, beliefs, seed)
+    decider = Decider(num_spec_tokens, int(log.num_requests.max()), seed)
+    decider.set_policy(_policy(rule, log, num_spec_tokens, beliefs, model, settings), now_s=0.0)
+    return play(log, decider, num_spec_tokens, beliefs, seed)
 
 
 def _policy(rule: Rule, log: Log, most: int, beliefs: Beliefs, model: StepTimeModel, settings: ControllerSettings) -> Policy:

@@ -394,7 +394,7 @@ class Attachment:
         began_ns = time.perf_counter_ns()
         if plan.padded:
             verified = [one for one in verified if one[0] not in plan.padded]
-        if recorder.trees:  # the daemon learns from these: what a node is worth
+        if recorder.trees and isinstance(self._decider, TreeDecider):  # the daemon learns from these: what a node is worth
             of_trees = [one for one in verified if one[0] in recorder.trees]
             trees = [recorder.trees[one[0]] for one in of_trees]
             chains = [one.chain_tokens for one in trees], [one.chain_accepted for one in trees]

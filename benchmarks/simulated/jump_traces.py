@@ -10,12 +10,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from benchmarks.simulated.dictated import Dictated
 from benchmarks.simulated.engine import simulate
 from benchmarks.simulated.oracle import run_steered
 from benchmarks.simulated.traffic import Cost, Load, Trace, Traffic, Workload, linear
-from honed.adapt.lengths.rules import make_rule
 from honed.adapt.protocol.arrays import Floats
-from honed.adapt.steps.step_time import StepTimeModel
 
 FIRST_ROUND = 2000
 _FALL = 0.97
@@ -67,11 +66,7 @@ def ratio_to_best_length(trace: Trace, seed: int = 0) -> float:
     """Seconds of the best fixed length / honed's, for the work from `FIRST_ROUND` on."""
     traffic, k = Traffic(trace), trace.num_spec_tokens
     run = run_steered(traffic, seed=seed)
-    rounds, fixed = np.cumsum(run.num_requests), []
-    for length in range(k + 1):
-        rule = make_rule("static", k)
-        rule.set_limits(k, length, (), StepTimeModel())
-        fixed.append(simulate(traffic, rule))
+    rounds, fixed = np.cumsum(run.num_requests), [simulate(traffic, Dictated(k, length)) for length in range(k + 1)]
     begin = float(run.work[min(int(np.searchsorted(rounds, FIRST_ROUND)), len(rounds) - 1)])
     end = float(min([run.work[-1], *(one.work[-1] for one in fixed)]))
     return min(one.seconds_between(begin, end) for one in fixed) / run.seconds_between(begin, end)

@@ -136,12 +136,8 @@ class WithTruth(Steered):
         return self._models[id(cost)]
 
 
-def fitted_model(traffic: Traffic, work: float) -> StepTimeModel:
-    """Fit the controller's model to the true cost at a point of the work, over all batches that the trace can have."""
-    return _fit(traffic.cost(work), traffic)
-
-
 def _fit(cost: Cost, traffic: Traffic) -> StepTimeModel:
+    # Over all batches that the trace can have.
     trace, rng = traffic.trace, np.random.default_rng(0)
     k, most = trace.num_spec_tokens, _most_requests(traffic)
     rows, seconds = [], []

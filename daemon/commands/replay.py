@@ -76,7 +76,7 @@ def command(
             metavar="[POLICY]...",
             show_default=False,
             help="static:K, static (each K), table:BATCH=K,BATCH=K (K up to that batch size), table (from the settings), "
-            "goodput, latency, threshold, kelly, tide, ema. Without any: static and goodput.",
+            "goodput, latency. Without any: static and goodput.",
         ),
     ] = None,
     engine: Annotated[str, typer.Option(help="Engine; optional if there is only one.")] = "",

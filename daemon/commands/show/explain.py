@@ -156,10 +156,9 @@ def _missing(document: Document, model: Document) -> str:
 
 
 def _plans(document: Document) -> RenderableType | None:
-    plans, kind = document.get("draft_tokens_by_batch") or [], (document.get("policy") or {}).get("kind")
+    plans = document.get("draft_tokens_by_batch") or []
     if not plans:
-        text = f"lengths: by the rule {kind!r}, from recent acceptance; they can't be predicted"
-        return Text(text, "dim") if kind and (document.get("step_ms") or document.get("tree_step_ms")) else None
+        return None
     may_have_trees = bool(document.get("tree_step_ms"))
     table = Rows.of("typical requests", "k", "", "tokens/s", "over k = 0", *["verifies"] * may_have_trees)
     largest = float(document.get("num_spec_tokens") or 0)
@@ -168,7 +167,7 @@ def _plans(document: Document) -> RenderableType | None:
         rate, speedup = cells.number(plan["predicted_tokens_per_s"], 0), f"x {plan['speedup']:.2f}"
         side = ["trees" if plan.get("has_trees") else "chains"] * may_have_trees
         table.add_row(str(plan["num_requests"]), f"{k:.1f}", bar(k, largest), rate, speedup, *side)
-    if kind in (None, "off"):
+    if (document.get("policy") or {}).get("kind") in (None, "off"):
         return Group(table, Text("honed doesn't decide: these are the lengths from vLLM's configuration", "dim"))
     return table
 

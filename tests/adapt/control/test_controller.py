@@ -249,18 +249,6 @@ def test_what_is_planned_is_what_the_engine_then_does(seen, settings, overrides)
     assert beliefs["speedup_estimate"] == controller.headline()["speedup"] == plans[4]["speedup"]
 
 
-@pytest.mark.parametrize("mode", ["threshold", "ema", "kelly", "tide"])
-def test_of_a_rule_that_goes_by_what_was_accepted_lately_nothing_is_planned(seen, mode):
-    controller = make_controller(mode=mode)
-    for batch in seen:
-        controller.observe(batch)
-    controller.propose(1.0)
-    beliefs = controller.beliefs()
-    assert beliefs["step_ms"]
-    assert beliefs["draft_tokens_by_batch"] == []
-    assert beliefs["speedup_estimate"] is controller.headline()["speedup"] is None
-
-
 def test_a_policy_changes_only_when_something_material_did():
     controller = make_controller()
     first = controller.propose(0.0)

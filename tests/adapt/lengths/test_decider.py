@@ -544,7 +544,7 @@ KINDS = [
     {"kind": "goodput", "step_seconds": [], "static_k": K},
     {"kind": "latency"},
     {"kind": "table", "static_k": K},
-    {"kind": "ema"},
+    {"kind": "table", "table": [(1000, K)]},
     {"ttl_s": -1.0, "static_k": K},
 ]
 
@@ -633,7 +633,8 @@ def test_a_request_that_goes_on_after_its_end_gets_its_own_most_drafts_again():
 
 @pytest.mark.fault("drafts past what a request can take")
 @pytest.mark.parametrize(
-    "changes", [{"kind": "static", "static_k": K}, {}, {"kind": "ema"}, {"step_seconds": [], "static_k": K}]
+    "changes",
+    [{"kind": "static", "static_k": K}, {}, {"kind": "table", "table": [(3, K)]}, {"step_seconds": [], "static_k": K}],
 )
 def test_equal_lengths_stay_equal_and_stop_where_nobody_can_take_more(changes):
     decider = make_decider(make_policy(equal_lengths=True, captured_lengths=[2, 4, K], **changes))
@@ -690,22 +691,36 @@ def test_those_that_got_nearer_to_their_end_than_it_seemed_are_named():
     assert set(decider.requests.slot_of) == {"near", "soon", "later"}
 
 
-@pytest.mark.parametrize("name", ["threshold", "kelly", "tide", "table", "ema"])
-def test_a_contender_decides_when_the_policy_names_it_and_knows_the_requests_that_run(name):
+TABLE = [(4, 6), (16, 3), (32, 0)]
+
+
+@pytest.mark.parametrize(
+    ("table", "batch", "length"),
+    [
+        (TABLE, 1, 6),
+        (TABLE, 4, 6),
+        (TABLE, 5, 3),
+        (TABLE, 16, 3),
+        (TABLE, 17, 0),
+        (TABLE, 32, 0),
+        (TABLE, 33, 0),
+        (TABLE[:2], 50, 3),
+        ([(8, 99)], 1, K),
+        ([(8, -1)], 1, 0),
+        ([], 1, 4),
+    ],
+)
+def test_a_table_gives_the_first_row_that_is_large_enough(table, batch, length):
+    decider = make_decider(make_policy(kind="table", table=table))
+    decision = decider.decide([str(number) for number in range(batch)], 100, 0, 0.0)
+    assert decision[:3] == ([length] * batch, length, "table")
+
+
+def test_a_table_holds_within_the_limit_and_the_requests_ceilings():
     decider = make_decider(make_policy())
     decider.start("old", ceiling=2)
-    decider.set_policy(make_policy(kind=name, table=[(4, 3), (8, 1)], max_k=6), 0.0)
-    decider.start("new")
-    decision = decider.decide(["old", "new"], 100, 0, 0.0)
-    assert decision.reason == name
-    assert decision.num_draft_tokens[0] <= 2
-    assert decision.num_draft_tokens[1] <= 6
-    if name == "table":
-        assert decision.num_draft_tokens == [2, 3]
-    for _ in range(300):
-        decider.observe(["old", "new"], [2, 6], [0, 0])
-    assert decider.decide(["new"], 50, 0, 0.0).num_draft_tokens[0] <= (3 if name == "table" else 1)
-    decider.finish("old")
+    decider.set_policy(make_policy(kind="table", table=[(4, 6)], max_k=5), 0.0)
+    assert decider.decide(["old", "new"], 100, 0, 0.0).num_draft_tokens == [2, 5]
     decider.set_policy(make_policy(), 1.0)
     assert decider.decide(["new"], 100, 0, 1.0).reason == "policy"
 
@@ -829,10 +844,6 @@ def test_where_lengths_have_to_be_equal_they_are(explore_share):
         ({"kind": "goodput", "step_seconds": []}, 3, "cold"),
         ({"kind": "table", "table": [(8, 5)]}, 3, "table"),
         ({"kind": "table", "table": [(8, 5)], "max_k": 2}, 0, "table"),
-        ({"kind": "threshold"}, 7, "threshold"),
-        ({"kind": "kelly", "max_k": 6}, 3, "kelly"),
-        ({"kind": "tide", "max_k": 6}, 3, "tide"),
-        ({"kind": "ema"}, 7, "ema"),
         ({"kind": "off"}, 7, "off"),
     ],
 )

@@ -10,18 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.simulated.dictated import Dictated
 from benchmarks.simulated.engine import simulate
 from benchmarks.simulated.traffic import Cost, Load, Trace, Traffic, Workload, linear, roofline
 from honed.adapt.control.controller import EngineController
 from honed.adapt.control.settings import ControllerSettings
 from honed.adapt.lengths.decider import Decider
 from honed.adapt.lengths.length_policy import Decision
-from honed.adapt.lengths.rules import make_rule
 from honed.adapt.protocol import wire
 from honed.adapt.replay.log import Log, LogBuilder
 from honed.adapt.replay.replay import LEAST_REQUESTS, MOST_CLUSTERS, Replay, _clusters
 from honed.adapt.replay.rules import Rule, lengths_of, parse_rule
-from honed.adapt.steps.step_time import StepTimeModel
 
 K = 7
 MS = 1_000_000
@@ -235,17 +234,18 @@ UNKNOWN = {
     "table:8=1,4=2": "ascending",
     "table:4=1,4=2": "ascending",
     "table:4=1,": "BATCH=K",
-    "kelly:1": "no figures",
+    "goodput:1": "no figures",
     "latency:2": "no figures",
     "off": "static:7",
     "": "no such policy",
     "x": "no such policy",
+    "kelly": "no such policy",
 }
 
 
 @pytest.mark.parametrize(("text", "why"), UNKNOWN.items())
 def test_a_rule_that_cannot_be_replayed_is_answered_with_why_and_with_those_there_are(text, why):
-    listed = r".*static:0 … static:7, table:.*goodput, latency, ema, kelly, threshold, tide"
+    listed = r".*static:0 … static:7, table:.*goodput, latency$"
     with pytest.raises(ValueError, match=why + listed):
         parse_rule(text, K)
 
@@ -309,11 +309,10 @@ def goodput_log(traffic: Traffic, seed: int, *, is_pipelined: bool = False, **se
     return log_of(*steered.batches)
 
 
-def run(traffic: Traffic, rule: Rule, *, is_pipelined: bool = False, model: StepTimeModel | None = None) -> float:
+def run(traffic: Traffic, rule: Rule, *, is_pipelined: bool = False) -> float:
     """Tokens per second when the rule is really run."""
     trace, batches = traffic.trace, []
-    played = make_rule(rule.name, trace.num_spec_tokens, 3)
-    played.set_limits(trace.num_spec_tokens, max(rule.static_k, 0), rule.table, model or StepTimeModel())
+    played = Dictated(trace.num_spec_tokens, max(rule.static_k, 0), rule.table)
     simulate(traffic, played, on_batch=lambda one, _: batches.append(one), is_pipelined=is_pipelined)
     log = log_of(*batches)
     return float(log.emitted.sum() / log.seconds.sum())
@@ -398,14 +397,13 @@ def test_prompts_alone_do_not_make_a_second_draft_length():
     assert replay._shape(np.zeros(len(rounds), dtype=np.int64)).block.max() == 3
 
 
-@pytest.mark.parametrize("text", ["threshold", "kelly", "ema", "table:4=5,16=2"])
-def test_rules_that_learn_are_foretold(text):
+def test_a_table_is_foretold():
     traffic = Traffic(TRACES["easy"])
     replay = replay_of(goodput_log(traffic, 1), traffic.trace)
-    rule = parse_rule(text, K)
+    rule = parse_rule("table:4=5,16=2", K)
     speed = replay.predict(rule).tokens_per_s
     assert speed is not None
-    assert speed.value == pytest.approx(run(traffic, rule, model=replay._whole.prices.model), rel=0.07)
+    assert speed.value == pytest.approx(run(traffic, rule), rel=0.07)
 
 
 def test_honeds_own_rule_is_foretold_to_do_what_it_did():
@@ -467,10 +465,10 @@ def test_steps_that_have_no_graph_are_told():
     log = log_of(batch([(step, request, 3, request) for step in range(1, 40) for request in (1, 2)]))
     bound = Replay(log, 7, settings=ControllerSettings(captured_lengths=(0, 3, 7)))
     shares = {
-        text: bound.predict(parse_rule(text, 7)).graph_steps for text in ("static:3", "static:0", "static:5", "threshold")
+        text: bound.predict(parse_rule(text, 7)).graph_steps for text in ("static:3", "static:0", "static:5", "table:8=5")
     }
     assert (shares["static:3"], shares["static:0"], shares["static:5"]) == (1.0, 1.0, 0.0)
-    assert shares["threshold"] == 1.0, "rules keep to lengths that have one, as in the engine"
+    assert shares["table:8=5"] == 1.0, "rules keep to lengths that have one, as in the engine"
     assert Replay(log, 7).predict(static(5)).graph_steps is None
     of_any_length = Replay(log, 7, settings=ControllerSettings(equal_lengths="always"))
     assert of_any_length.predict(static(5)).graph_steps == 1.0
@@ -484,7 +482,7 @@ def chosen(log: Log, text: str, **settings) -> np.ndarray:
 
 def test_rules_that_choose_obey_the_settings_limits_hysteresis_and_exploring():
     log = goodput_log(Traffic(dataclasses.replace(BASE, num_tokens=6_000)), 1, explore_share=0.1)
-    for text in ("goodput", "latency", "threshold", "table:16=7"):
+    for text in ("goodput", "latency", "table:16=7"):
         assert chosen(log, text).max() > 3
         assert chosen(log, text, max_k=3).max() == 3
         assert chosen(log, text, request_ceiling=2).max() == 2
@@ -496,7 +494,7 @@ def test_rules_that_choose_obey_the_settings_limits_hysteresis_and_exploring():
 
 def test_a_seed_gives_one_answer():
     log = goodput_log(Traffic(dataclasses.replace(BASE, num_tokens=12_000)), 1, explore_share=0.1)
-    for text in ("static:3", "goodput", "tide"):
+    for text in ("static:3", "goodput", "table:4=5,16=2"):
         assert replay_of(log, BASE, 3).predict(parse_rule(text, K)) == replay_of(log, BASE, 3).predict(parse_rule(text, K))
 
 

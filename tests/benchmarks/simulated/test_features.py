@@ -3,12 +3,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.simulated.dictated import Dictated
 from benchmarks.simulated.engine import simulate
 from benchmarks.simulated.features import DraftFeatures, Feature
 from benchmarks.simulated.oracle import run_oracle
 from benchmarks.simulated.traffic import Cost, Load, Trace, Traffic, Workload, linear
-from honed.adapt.lengths.rules import make_rule
-from honed.adapt.steps.step_time import StepTimeModel
 
 K = 5
 COST = Cost(5e-3, linear(4e-4), 1e-5, 1e-8, 1e-6, 0.6e-3)
@@ -44,9 +43,7 @@ def test_features_change_nothing_that_was_drawn_without_them():
 
 def test_fixed_lengths_emit_as_much_with_features_as_without():
     def tokens_per_round(feature):
-        rule = make_rule("static", K)
-        rule.set_limits(K, K, (), StepTimeModel())
-        outcome = simulate(Traffic(make_trace(feature, 60_000, 8)), rule)
+        outcome = simulate(Traffic(make_trace(feature, 60_000, 8)), Dictated(K, K))
         return outcome.tokens.sum() / outcome.num_requests.sum()
 
     assert tokens_per_round(Feature(1.5)) == pytest.approx(tokens_per_round(None), rel=0.02)

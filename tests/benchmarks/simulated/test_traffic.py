@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulated.dictated import Dictated
 from benchmarks.simulated.engine import Truth, simulate
 from benchmarks.simulated.oracle import Oracle, Steered, best_lengths, judge, run_oracle, run_steered
 from benchmarks.simulated.traffic import Cost, Drift, Load, Trace, Traffic, Workload, linear, roofline
 from honed.adapt.acceptance.rounds import rounds_by_workload
 from honed.adapt.control.controller import EngineController
-from honed.adapt.lengths.rules import make_rule
 from honed.adapt.protocol import wire
-from honed.adapt.steps.step_time import StepTimeModel
 
 GOOD, FAIR, POOR = (0.85, 0.8, 0.78, 0.75), (0.65, 0.6, 0.55, 0.5), (0.2, 0.18, 0.15)
 COST = Cost(5e-3, linear(4e-4), 1e-5, 1e-8, 1e-6, 0.6e-3, 0.0, 1e-4)
@@ -44,9 +43,7 @@ TRACES = {
 
 
 def static(length, k=5):
-    rule = make_rule("static", k)
-    rule.set_limits(k, length, (), StepTimeModel())
-    return rule
+    return Dictated(k, length)
 
 
 def run_logged(traffic, policy, **options):

@@ -119,13 +119,13 @@ def answer(result: Result) -> Any:
 
 
 def test_a_table_of_what_each_policy_would_have_given(run: Run, filled: Store) -> None:
-    result = run("static", "threshold", "table:2=3,8=1")
+    result = run("static", "latency", "table:2=3,8=1")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert "engine-0" in lines[0]
     assert "320 steps" in lines[0]
-    names = [line.split()[0] for line in lines if line.split()[:1] and line.split()[0][0] in "(st"]
-    assert names[:7] == ["(logged)", "static:0", "static:1", "static:2", "static:3", "threshold", "table:2=3,8=1"]
+    names = [line.split()[0] for line in lines if line.split()[:1] and line.split()[0][0] in "(slt"]
+    assert names[:7] == ["(logged)", "static:0", "static:1", "static:2", "static:3", "latency", "table:2=3,8=1"]
     assert max(map(len, lines)) <= 100
 
 
@@ -251,7 +251,7 @@ def test_an_unknown_policy_is_answered_with_those_there_are(run: Run, filled: St
     failed = run("static:9")
     assert failed.exit_code == 2
     assert "static:0 … static:3" in " ".join(failed.stderr.split())
-    assert "threshold" in failed.stderr
+    assert "latency" in failed.stderr
 
 
 @pytest.mark.parametrize("span", [("--last", "1s"), ("--until", "1000000000"), ("--since", "2099-01-01")])

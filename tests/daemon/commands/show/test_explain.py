@@ -207,12 +207,6 @@ def test_prices_of_chains_and_of_trees_are_shown_and_which_of_them_is_verified()
     assert "with draft trees" not in shown(controller.beliefs())
 
 
-def test_a_rule_whose_lengths_cannot_be_predicted_is_named_instead() -> None:
-    text = shown(taught(mode="kelly"))
-    assert "by the rule 'kelly'" in text
-    assert "typical requests" not in text
-
-
 def test_lengths_that_vllm_decides_are_said_to_be_its() -> None:
     assert "honed doesn't decide" in shown(taught(mode="off"))
     assert "honed doesn't decide" not in shown(taught())
