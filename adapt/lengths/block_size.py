@@ -77,8 +77,6 @@ class Choice(NamedTuple):
     """The maximised rate, per second: expected tokens of the batch, or of a typical request in latency mode."""
     rate_without: float
     """The same without drafts."""
-    is_held: bool = False
-    """The best choice gained too little over the previous operating point, which was kept."""
     rate_drafting: float = 0.0
     """The best rate with drafts, chosen or not; 0: no drafts are possible, or it isn't computed (trees)."""
 
@@ -175,8 +173,8 @@ def promised(costs: float, is_begun: bool, hysteresis: float) -> float:
 
 def choice_of(found: Found) -> Choice:
     """Make a choice from the result of `compiled.search`."""
-    lengths, _, threshold, cap, rate, without, drafting, is_held = found
-    return Choice(lengths.tolist(), OperatingPoint(threshold, cap), rate, without, is_held, drafting)
+    lengths, _, threshold, cap, rate, without, drafting, _ = found
+    return Choice(lengths.tolist(), OperatingPoint(threshold, cap), rate, without, drafting)
 
 
 def rates_of(
@@ -263,8 +261,7 @@ def choose_equal(
         best = held = 0
     elif held and rates[held] <= least(held, True):
         held = best
-    is_held = 0 < held != best and rates[best] <= rates[held] * (1.0 + hysteresis)
-    k = held if is_held else best
+    k = held if held > 0 and rates[best] <= rates[held] * (1.0 + hysteresis) else best
     lengths = [k] * count if ceilings is None else np.minimum(ceilings, k).tolist()
     drafting_rate = max((rates[k] for k in open_), default=0.0)
-    return Choice(lengths, OperatingPoint(0.0 if k else 1.0, k), rates[k], rates[0], is_held, drafting_rate)
+    return Choice(lengths, OperatingPoint(0.0 if k else 1.0, k), rates[k], rates[0], drafting_rate)

@@ -141,11 +141,6 @@ class StepTimeModel:
         """Whether the model has parameters."""
         return bool(self.parameters)
 
-    @property
-    def is_block_priced(self) -> bool:
-        """Whether drafting a shorter block is cheaper."""
-        return self.parameters[6] > 0.0 or self.parameters[7] > 0.0
-
     def fixed_seconds(self, num_requests: int, context_tokens: int, num_prefill_tokens: int) -> float:
         """Cost that doesn't depend on draft lengths."""
         p = self.parameters

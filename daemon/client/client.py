@@ -22,7 +22,6 @@ import httpx2
 
 from honed.daemon.errors import HonedError, RequestError
 
-EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_UNREACHABLE = 3

@@ -35,7 +35,6 @@ class VllmCommand:
     is_lora: bool = False
     pipeline_parallel_size: int = 1
     tensor_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.0
     max_model_len: int = 0
     config_file: str = ""
     """File with further flags, which isn't read here."""
@@ -121,7 +120,6 @@ def parse(words: Sequence[str]) -> VllmCommand:
         is_lora="--enable-lora" in values,
         pipeline_parallel_size=int(_number(values.get("--pipeline-parallel-size", ""), 1)),
         tensor_parallel_size=int(_number(values.get("--tensor-parallel-size", ""), 1)),
-        gpu_memory_utilization=_number(values.get("--gpu-memory-utilization", ""), 0.0),
         max_model_len=int(_number(values.get("--max-model-len", ""), 0)),
         config_file=values.get("--config", ""),
         unreadable=tuple(unreadable),

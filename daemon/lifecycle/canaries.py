@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import secrets
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -77,7 +76,6 @@ class Canaries:
         self._on_end = on_end
         self._coin = secrets.SystemRandom()
         self._failed: dict[str, str] = {}
-        self.results: Counter[str] = Counter()
         self.latest: Trial | None = None
         """The trial that began last since the daemon's start, running or not."""
 
@@ -272,7 +270,6 @@ class Canaries:
 
     def _end(self, trial: Trial, decision: str, text: str) -> None:
         self._rollout.trial = None
-        self.results[decision] += 1
         for engine in self._engines.by_id.values():
             if (controller := self._controller_of(engine)) is not None:
                 controller.end_turns()

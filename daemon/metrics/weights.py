@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,7 +17,6 @@ from honed.daemon.service import Service
 
 KINDS = ("recalibrate", "adopt", "promote", "rollback", "watch", "verify", "purge")
 RESULTS = ("succeeded", "failed", "cancelled")
-DECISIONS = ("better", "worse", "unproven", "withdrawn", "stopped", "failed")
 
 
 def families(service: Service) -> Iterator[Metric]:
@@ -27,7 +25,7 @@ def families(service: Service) -> Iterator[Metric]:
     yield from _of_engines(service.engines, service.swaps, service.drafters.active, service.monotonic())
     yield from _changes(service)
     yield gauge("honed_swap_pause_seconds", "Pause of the engine by the latest swap.", service.swaps.last_pause_s)
-    yield from _trial(service.canaries.results, service.rollout.trial)
+    yield from _trial(service.rollout.trial)
     yield from _sharing(service.sharing)
 
 
@@ -55,18 +53,15 @@ def _of_engines(engines: Engines, swaps: Swaps, active: str, now_s: float) -> It
     live = engine_gauge("honed_engine_drafter_info", "1 for the engine's drafter version.", "version")
     text = "1 while the engine could run the active version: one of its method and target; 0 also while it sleeps."
     fits = engine_gauge("honed_engine_fits_active", text)
-    generation = engine_gauge("honed_drafter_generation", "Swaps applied in the engine's present boot.")
     updates = engine_counter("honed_target_updates", "Updates of the target's weights in the running engine.")
     for engine in engines_present(engines, now_s):
         fits.add_metric(labels_of(engine), swaps.fits(engine, active, takes_over=True))
         if engine.live_version:
             live.add_metric([*labels_of(engine), engine.live_version], 1)
-        if engine.status is not None:
-            generation.add_metric(labels_of(engine), engine.status.drafter_generation)
     for engine in engines_shown(engines):
         if engine.status is not None:
             updates.add_metric(labels_of(engine), engine.status.target_updates)
-    yield from (live, fits, generation, updates)
+    yield from (live, fits, updates)
 
 
 def _changes(service: Service) -> Iterator[Metric]:
@@ -86,30 +81,18 @@ def _changes(service: Service) -> Iterator[Metric]:
     yield from (swaps, promotions, rollbacks, ended)
 
 
-def _trial(results: Counter[str], trial: Trial | None) -> Iterator[Metric]:
-    ended = CounterMetricFamily("honed_canaries", "Trials of drafter versions that ended, by verdict.", labels=["decision"])
-    for decision in DECISIONS:
-        ended.add_metric([decision], results[decision])
-    yield ended
+def _trial(trial: Trial | None) -> Iterator[Metric]:
     yield gauge("honed_canary_active", "1 while two drafter versions take turns.", float(trial is not None))
-    rounds = trial.canary.rounds if trial is not None else 0
-    yield gauge("honed_canary_rounds", "Rounds compared in the present trial, for both versions.", rounds)
     evidence = GaugeMetricFamily(
         "honed_canary_log_evidence",
         "log10 of the evidence on the version on trial, by workload (empty: all traffic) and direction.",
         labels=["version", "workload", "says"],
     )
-    change = GaugeMetricFamily(
-        "honed_canary_change_ratio",
-        "Estimated relative change of conditional acceptance with the version on trial.",
-        labels=["version", "workload"],
-    )
     if trial is not None:
         for workload, figures in trial.canary.figures().items():
             for says in ("worse", "better"):
                 evidence.add_metric([trial.canary.new, workload, says], figures[f"evidence_{says}"])
-            change.add_metric([trial.canary.new, workload], figures["change"])
-    yield from (evidence, change)
+    yield evidence
 
 
 def _sharing(sharing: Sharing) -> Iterator[Metric]:

@@ -47,7 +47,6 @@ class StepFigures:
     is_update: bool
     grad_norm: float | None
     """None between two updates; NaN or infinite if the update was dropped, since the loss or the gradient wasn't finite."""
-    seconds: float
 
 
 @dataclass
@@ -134,11 +133,10 @@ class MicroTrainer:
         Raises:
             ValueError: no sample has anything to draft, or the samples lack features that the scope needs.
         """
-        began_s = time.perf_counter()
         packed = pack(list(samples))
         self._check_features(packed)
         blocks, num_tokens = self._choose(packed, samples, preferred_anchors, kept)
-        loss, done, spent_s = 0.0, 0, 0.0
+        loss, done = 0.0, 0
         while done < len(blocks.anchors):
             part_began_s = time.perf_counter()
             left = len(blocks.anchors) - done
@@ -148,9 +146,7 @@ class MicroTrainer:
             self._progress.is_finite &= math.isfinite(part_loss)
             if pace is not None:
                 pace.observe(len(part.anchors), time.perf_counter() - part_began_s)
-            spent_s += time.perf_counter() - began_s
             yield
-            began_s = time.perf_counter()
         self._progress.micro_steps += 1
         grad_norm, updating = None, self._update(remaining)
         while self.is_between_updates:
@@ -159,11 +155,9 @@ class MicroTrainer:
             except StopIteration as end:
                 grad_norm = end.value
                 break
-            spent_s += time.perf_counter() - began_s
             yield
-            began_s = time.perf_counter()
         is_update = grad_norm is not None and math.isfinite(grad_norm)
-        return StepFigures(loss, num_tokens, is_update, grad_norm, spent_s + time.perf_counter() - began_s)
+        return StepFigures(loss, num_tokens, is_update, grad_norm)
 
     def finish(self) -> None:
         """Leave the result in the drafter: the averaged weights if there is an average."""

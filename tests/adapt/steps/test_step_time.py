@@ -193,10 +193,10 @@ def test_a_flat_then_rising_price_is_followed():
 def test_a_runner_that_always_drafts_the_whole_block_is_not_believed_to_save_by_shortening_it():
     learner = StepTimeLearner()
     teach(learner, np.random.default_rng(2), cpu_like, fixed_block=K)
-    assert not learner.model().is_block_priced
+    assert learner.model().parameters[6:8] == (0.0, 0.0)
     skipping = StepTimeLearner()
     teach(skipping, np.random.default_rng(2), cpu_like, blocks=(0, 7))
-    assert not skipping.model().is_block_priced
+    assert skipping.model().parameters[6:8] == (0.0, 0.0)
     assert skipping.model().draft_seconds(4, K)[1] > 0.0
 
 
