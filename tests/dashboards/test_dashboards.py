@@ -244,6 +244,7 @@ def test_every_alert_says_what_it_means_and_what_to_do() -> None:
         "HonedEventsStale",
         "HonedAcceptanceRegressed",
         "HonedNotDeciding",
+        "HonedEngineErrors",
         "HonedSwapFailed",
         "HonedRolledBack",
         "HonedTrainerHurtsLatency",
@@ -255,6 +256,7 @@ def test_every_alert_says_what_it_means_and_what_to_do() -> None:
         "HonedTrainerPaused",
         "HonedRecalibrationsFailing",
         "HonedDriftUnanswered",
+        "HonedSharedRegistryErrors",
         "HonedDrafterUnusable",
     ]
     for rule in rules(ALERTS):
