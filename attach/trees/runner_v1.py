@@ -21,6 +21,7 @@ changed. Later steps verify chains.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -99,6 +100,7 @@ class TreesV1:
         runner, drafter = self._runner, self._runner.drafter
         prepare, sample, take = runner._prepare_inputs, runner._sample, runner.take_draft_token_ids
         finish, propose, pick = runner.sample_tokens, drafter.propose, drafter._sample_draft_tokens
+        fits = runner._input_fits_in_drafter
 
         def _prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any, *args: Any, **kwargs: Any) -> Any:
             prepared = prepare(scheduler_output, num_scheduled_tokens, *args, **kwargs)
@@ -186,8 +188,11 @@ class TreesV1:
             return taken
 
         def _input_fits_in_drafter(metadata: Any) -> bool:
-            # vLLM's counts N tokens: it would end the drafting of all requests N tokens before one of them is full.
-            return metadata is not None and metadata.max_seq_len + self.depth + 1 <= runner.effective_drafter_max_model_len
+            # vLLM counts N tokens, and would end the drafting of all requests N tokens before one of them is full.
+            if metadata is not None:
+                metadata = copy.copy(metadata)
+                metadata.max_seq_len -= runner.num_spec_tokens - self.depth
+            return bool(fits(metadata))
 
         self._warm_up.begin()
         self.layers.wrap()

@@ -9,6 +9,7 @@ import pytest
 
 from honed.attach.events.step_log import UNWALKED
 from honed.attach.runner.unfit_drafts import UnfitDrafts
+from honed.attach.trees.runner_v1 import TreesV1
 
 
 class V1Runner:
@@ -26,7 +27,7 @@ class V1Runner:
         pass
 
     def sample_tokens(self, grammar: Any = None) -> Any:
-        self._input_fits_in_drafter(None)
+        self._input_fits_in_drafter(SimpleNamespace(max_seq_len=100))
         output = SimpleNamespace(**({UNWALKED: self.told} if self.told else {}))
         return SimpleNamespace(get_output=lambda: output) if self.is_async else output
 
@@ -60,6 +61,28 @@ def test_rounds_that_others_mark_stay_marked() -> None:
     runner.step("a", fits=False)
     runner.told = {"c"}
     assert runner.step("a") == {"a", "c"}
+
+
+def test_beside_trees_that_run_ahead_it_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of trees, chains and requests that came since. They ask for a block's tokens, fewer than there are slots."""
+    asked: list[int] = []
+
+    def fits(runner: V1Runner, metadata: Any) -> bool:
+        asked.append(metadata.max_seq_len + 15)
+        return runner.fits
+
+    monkeypatch.setattr(V1Runner, "_input_fits_in_drafter", fits)
+    runner: Any = V1Runner(is_async=True)
+    runner._prepare_inputs = runner._sample = runner.take_draft_token_ids = pytest.fail
+    runner.drafter = SimpleNamespace(propose=pytest.fail, _sample_draft_tokens=pytest.fail)
+    runner.num_spec_tokens = 15
+    trees: Any = SimpleNamespace(_runner=runner, depth=7, is_off=False, _wanted=set(), _told=None, _on_error=pytest.fail)
+    trees._warm_up, trees.layers = SimpleNamespace(begin=lambda: None), SimpleNamespace(wrap=lambda: None)
+    TreesV1.wrap(trees)
+    assert runner.step("a", fits=False) == set()
+    assert runner.step("a", "b") == {"a", "b"}
+    assert runner.step("a", "b") == set()
+    assert asked == [100 + 7] * 3
 
 
 def test_a_runner_without_the_test_is_refused() -> None:
