@@ -1,8 +1,9 @@
 """Tells on V1 which drafts nobody drafted: where a batch doesn't fit the drafter's context, vLLM puts zeros in their place.
 
 It asks once for the whole batch (`_input_fits_in_drafter`). So one request that is longer than the drafter's context, or near
-`max_model_len`, takes the drafts of all. The next step verifies the zeros. They say nothing about the drafter, so their rounds
-are told as those whose drafts weren't verified.
+`max_model_len`, takes the drafts of all. Each request's next step verifies the zeros: under pipeline parallelism, and where not
+all fit in a step, it isn't the runner's next one. They say nothing about the drafter, so their rounds are told as those whose
+drafts weren't verified.
 """
 
 from __future__ import annotations
@@ -24,23 +25,31 @@ class UnfitDrafts:
         self._runner = model_runner
         self._fits, self._execute = model_runner._input_fits_in_drafter, model_runner.execute_model
         self._sample = model_runner.sample_tokens
-        self._is_fit = True
-        """Whether the last step's batch fitted."""
+        self._zeroed: set[str] = set()
+        """Requests whose next drafts are zeros."""
         self._unfit: set[str] = set()
         """Requests of the step under way whose drafts are zeros."""
 
     def wrap(self, on_error: Callable[[str], None]) -> None:
         """Mark them from now on; errors go to `on_error`, and vLLM goes on."""
+        runner = self._runner
 
         def input_fits_in_drafter(*args: Any, **kwargs: Any) -> Any:
-            self._is_fit = found = self._fits(*args, **kwargs)
+            found = self._fits(*args, **kwargs)
+            try:
+                if not found:
+                    self._zeroed.update(runner.input_batch.req_ids)
+                elif self._zeroed:
+                    self._zeroed.difference_update(runner.input_batch.req_ids)
+            except Exception:
+                on_error("drafts that don't fit")
             return found
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                if scheduler_output.total_num_scheduled_tokens:
-                    self._unfit = set() if self._is_fit else set(scheduler_output.scheduled_spec_decode_tokens)
-                    self._is_fit = True
+                if self._zeroed:
+                    self._zeroed -= scheduler_output.finished_req_ids
+                    self._unfit = self._zeroed & scheduler_output.scheduled_spec_decode_tokens.keys()
             except Exception:
                 on_error("drafts that don't fit")
             return self._execute(scheduler_output, *args, **kwargs)
@@ -54,7 +63,6 @@ class UnfitDrafts:
                 _mark(output, unfit)
             return output
 
-        runner = self._runner
         runner._input_fits_in_drafter = input_fits_in_drafter
         runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
 

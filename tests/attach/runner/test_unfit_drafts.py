@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ class V1Runner:
 
     def __init__(self, is_async: bool) -> None:
         self.is_async, self.fits = is_async, True
+        self.input_batch = SimpleNamespace(req_ids=[])
         self.told: set[str] = set()
         UnfitDrafts(self).wrap(pytest.fail)
 
@@ -31,10 +33,10 @@ class V1Runner:
         output = SimpleNamespace(**({UNWALKED: self.told} if self.told else {}))
         return SimpleNamespace(get_output=lambda: output) if self.is_async else output
 
-    def step(self, *verified: str, fits: bool = True, num_tokens: int = 8) -> set[str]:
-        self.fits = fits
+    def step(self, *verified: str, fits: bool = True, finished: Collection[str] = ()) -> set[str]:
+        self.fits, self.input_batch.req_ids = fits, list(verified)
         drafts = {request: [0, 0] for request in verified}
-        self.execute_model(SimpleNamespace(scheduled_spec_decode_tokens=drafts, total_num_scheduled_tokens=num_tokens))
+        self.execute_model(SimpleNamespace(scheduled_spec_decode_tokens=drafts, finished_req_ids=set(finished)))
         output = self.sample_tokens()
         return set(getattr(output.get_output() if self.is_async else output, UNWALKED, ()))
 
@@ -52,8 +54,17 @@ def test_the_step_after_a_batch_that_does_not_fit_verifies_nobodys_drafts(is_asy
 def test_a_step_of_nothing_changes_nothing() -> None:
     runner = V1Runner(is_async=False)
     runner.step("a", fits=False)
-    runner.execute_model(SimpleNamespace(scheduled_spec_decode_tokens={}, total_num_scheduled_tokens=0))
+    runner.execute_model(SimpleNamespace(scheduled_spec_decode_tokens={}, finished_req_ids=set()))
     assert runner.step("a") == {"a"}
+
+
+def test_a_batch_of_other_requests_in_between_keeps_its_rounds() -> None:
+    """Under pipeline parallelism, and where a step has no room for all."""
+    runner = V1Runner(is_async=False)
+    runner.step("a", "c", fits=False)
+    assert runner.step("b") == set()
+    assert runner.step("a", "b", finished={"c"}) == {"a"}
+    assert runner.step("a", "b", "c") == set(), "another request came by the name of one that is over"
 
 
 def test_rounds_that_others_mark_stay_marked() -> None:
@@ -79,7 +90,7 @@ def test_beside_trees_that_run_ahead_it_is_told_too(monkeypatch: pytest.MonkeyPa
     trees: Any = SimpleNamespace(_runner=runner, depth=7, is_off=False, _wanted=set(), _told=None, _on_error=pytest.fail)
     trees._warm_up, trees.layers = SimpleNamespace(begin=lambda: None), SimpleNamespace(wrap=lambda: None)
     TreesV1.wrap(trees)
-    assert runner.step("a", fits=False) == set()
+    assert runner.step("a", "b", fits=False) == set()
     assert runner.step("a", "b") == {"a", "b"}
     assert runner.step("a", "b") == set()
     assert asked == [100 + 7] * 3
