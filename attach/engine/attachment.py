@@ -134,7 +134,12 @@ class Attachment:
         self._model_wait = ModelWait()
         self._recorder = StepRecorder(self._log)
         self._workers = WorkerLink(
-            settings, findings, self._requests.secret, vllm_config.use_v2_model_runner, has_worker_extension(vllm_config)
+            settings,
+            findings,
+            self._requests.secret,
+            vllm_config.use_v2_model_runner,
+            has_worker_extension(vllm_config),
+            self._num_spec_tokens > 0,
         )
         self._table = LengthTable(scheduler, self._num_spec_tokens)
         self._block = self._num_spec_tokens

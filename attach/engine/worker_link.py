@@ -30,6 +30,7 @@ class WorkerLink:
         secret: key of this boot's request keys.
         are_drafts_on_device: vLLM's scheduler doesn't get the drafts (V2).
         has_extension: the workers have honed's methods.
+        has_drafts: the engine speculates. Its workers tell which drafts nobody drafted, and may know their ids.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class WorkerLink:
         secret: bytes,
         are_drafts_on_device: bool = False,
         has_extension: bool = True,
+        has_drafts: bool = True,
     ) -> None:
         self.findings = findings
         self._settings = settings
         self._secret = secret
         self._are_drafts_on_device = are_drafts_on_device and findings.is_known
+        self._has_drafts = has_drafts and findings.is_known
         self._engine = engine_hook.current()
         self._has_extension = has_extension
         self._is_attached = False
@@ -125,7 +128,7 @@ class WorkerLink:
             self._drop(of_workers, f"{' and '.join(wanted)} are off: {self._why_mute}")
         if self._settings.wants_trees and not self._can_ask:
             self._drop((), f"trees are off: {self._why_mute}")
-        if not self._can_ask or not (wanted or self._are_drafts_on_device or self._settings.wants_trees):
+        if not self._can_ask or not (self._has_drafts or self._settings.wants_trees):
             return
         settings = {
             "ring_path": str(self._settings.ring_path) if self.can_capture else "",

@@ -126,16 +126,24 @@ def test_without_capture_no_ring_is_made(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("are_drafts_on_device", "is_known", "is_asked"), [(True, True, True), (True, False, False), (False, True, False)]
+    ("are_drafts_on_device", "is_known", "asked"),
+    [(True, True, ["honed_attach", "honed_draft_ids"]), (False, True, ["honed_attach"]), (True, False, []), (False, False, [])],
 )
-def test_workers_of_other_methods_are_asked_for_drafts_on_the_device_only(
-    monkeypatch: pytest.MonkeyPatch, are_drafts_on_device: bool, is_known: bool, is_asked: bool
+def test_workers_of_other_methods_are_attached_to_and_asked_for_drafts_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, are_drafts_on_device: bool, is_known: bool, asked: list[str]
 ) -> None:
+    """V1's would count zeros in the place of drafts as drafts."""
     engine = Engine()
     made = link(engine, monkeypatch, are_drafts_on_device=are_drafts_on_device, is_known=is_known)
     assert not made.attach()
     made.want_draft_ids(True)
-    assert [method for method, _ in engine.asked] == (["honed_attach", "honed_draft_ids"] if is_asked else [])
+    assert [method for method, _ in engine.asked] == asked
+
+
+def test_workers_without_drafts_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine()
+    assert not link(engine, monkeypatch, "draft_length", has_drafts=False).attach()
+    assert engine.asked == []
 
 
 def test_without_the_extension_no_worker_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
