@@ -156,10 +156,10 @@ def _read(path: Path, entry: TensorEntry) -> Tensor:
 
 def read_tensors(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
     """Read some tensors of a checkpoint, in float32."""
-    return {name: tensor.float() for name, tensor in _read_stored(folder, names)}
+    return {name: tensor.float() for name, tensor in read_stored(folder, names)}
 
 
-def _read_stored(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+def read_stored(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """Read some tensors of a checkpoint, one after another, as they are stored."""
     files = tensor_files(folder)
     entries: dict[Path, dict[str, TensorEntry]] = {}
@@ -201,7 +201,7 @@ def load_target_head(target_dir: Path | str, config: DrafterConfig | None = None
         rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
         num_hidden_layers=num_hidden_layers,
         is_capped=is_capped,
-        experts=_load_experts(folder, config.mtp.experts) if config and config.mtp and config.mtp.experts else None,
+        experts=_load_experts(folder, config, config.mtp.experts) if config and config.mtp and config.mtp.experts else None,
     )
 
 
@@ -224,19 +224,24 @@ def _is_last(target_layer_ids: Sequence[int], num_hidden_layers: int, is_capped:
     return list(target_layer_ids[-1:]) == [num_hidden_layers - 1] and not is_capped
 
 
-def _load_experts(folder: Path, experts: Experts) -> tuple[Tensor, Tensor]:  # [E, 2 * I, H], [E, H, I]
-    """Read an MTP head's experts, stored one by one or in two tensors."""
-    files = tensor_files(folder)
-    if f"{EXPERTS}.gate_up_proj" in files:
-        stored = read_tensors(folder, [f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"])
-        return stored[f"{EXPERTS}.gate_up_proj"], stored[f"{EXPERTS}.down_proj"]
-    gate_up, down = [], []
-    for number in range(experts.count):
-        names = [f"{EXPERTS}.{number}.{part}_proj.weight" for part in ("gate", "up", "down")]
-        stored = read_tensors(folder, names)
-        gate_up.append(torch.cat((stored[names[0]], stored[names[1]])))
-        down.append(stored[names[2]])
-    return torch.stack(gate_up), torch.stack(down)
+def _load_experts(folder: Path, config: DrafterConfig, experts: Experts) -> tuple[Tensor, Tensor]:  # [E, 2 * I, H], [E, H, I]
+    """Read an MTP head's experts, stored in two tensors or one by one: then there are thousands, looked up together."""
+    width, inner = config.hidden_size, experts.intermediate_size
+    gate_up, down = torch.empty(experts.count, 2 * inner, width), torch.empty(experts.count, width, inner)
+    places = {f"{EXPERTS}.gate_up_proj": gate_up, f"{EXPERTS}.down_proj": down}
+    if f"{EXPERTS}.gate_up_proj" not in tensor_files(folder):
+        parts = (("gate", gate_up[:, :inner]), ("up", gate_up[:, inner:]), ("down", down))
+        places = {f"{EXPERTS}.{n}.{part}_proj.weight": place[n] for n in range(experts.count) for part, place in parts}
+    for name, tensor in read_stored(folder, places):
+        _check_shape(folder, name, tensor.shape, places[name].shape)
+        places[name].copy_(tensor)
+    return gate_up, down
+
+
+def _check_shape(folder: Path, name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
+    if tuple(found) != tuple(wanted):
+        what = f"{name} is {list(found)}, config.json asks for {list(wanted)}"
+        raise CheckpointError(f"{folder}: {what}; take both from one version")
 
 
 def read_drafter_config(drafter_dir: Path | str, num_draft_tokens: int = 0) -> DrafterConfig:
@@ -302,11 +307,7 @@ def load_drafter(
     found = read_tensors(folder, [stored.get(name, name) for name in own])
     tensors = {name: found[stored.get(name, name)] for name in own}
     for name, tensor in tensors.items():
-        if tensor.shape != own[name].shape:
-            found_shape, wanted = list(tensor.shape), list(own[name].shape)
-            raise CheckpointError(
-                f"{folder}: {name} is {found_shape}, config.json asks for {wanted}; take both from one version"
-            )
+        _check_shape(folder, name, tensor.shape, own[name].shape)
     drafter.load_state_dict(tensors)
     if head.experts is not None:
         assert isinstance(drafter, MtpDrafter)
@@ -331,7 +332,7 @@ def _read_words(folder: Path, config: DrafterConfig) -> Tensor | None:  # [W]
     """The target's id of each word of a reduced vocabulary; None: the drafter has all. Raises CheckpointError."""
     if config.draft_vocab_size is None:
         return None
-    offsets = dict(_read_stored(folder, [WORDS_NAME]))[WORDS_NAME].long()
+    offsets = dict(read_stored(folder, [WORDS_NAME]))[WORDS_NAME].long()
     if offsets.shape != (config.draft_vocab_size,):
         what = f"{list(offsets.shape)}, config.json asks for {[config.draft_vocab_size]}"
         raise CheckpointError(f"{folder}: {WORDS_NAME} is {what}; take both from one version")
@@ -406,7 +407,7 @@ def save_drafter(
     own = drafter.state_dict()
     tensors = {stored.get(name, name): value.detach().to("cpu", dtype).contiguous() for name, value in own.items()}
     if untrained := sorted(_tensor_names(parent) - tensors.keys()):
-        tensors |= _read_stored(parent, untrained)
+        tensors |= read_stored(parent, untrained)
     part = folder / f".{WEIGHTS_NAME}.part"
     part.write_bytes(save(tensors, metadata={"format": "pt"}))  # not save_file: that one makes the file 0600
     _copy_config(parent / "config.json", folder / "config.json")

@@ -35,7 +35,7 @@ from honed.recalib.drafter.checkpoint import (
     check_pair,
     load_target_head,
     read_config,
-    read_tensors,
+    read_stored,
     save_drafter,
     target_head_names,
     tensor_files,
@@ -158,6 +158,7 @@ def is_alike(target: Mapping[str, Any]) -> bool:
 def take_layers(drafter: DFlashDrafter, target_dir: Path) -> None:
     """Start from the target's last layers. Tensors that it lacks, or has in another shape (experts), stay as they are."""
     config, files = drafter.config, tensor_files(target_dir)
+    taken: dict[str, torch.Tensor] = {}
     assert config.num_target_layers is not None
     skipped = config.num_target_layers - config.num_hidden_layers
     width, after = config.target_hidden_size, min(max(config.target_layer_ids) + 1, config.num_target_layers - 1)
@@ -167,10 +168,11 @@ def take_layers(drafter: DFlashDrafter, target_dir: Path) -> None:
         if name.startswith("layers."):
             _, index, rest = name.split(".", 2)
             source[name] = f"{names.layers}{skipped + int(index)}.{rest}"
-        if name in source and source[name] in files:
-            found = read_tensors(target_dir, [source[name]])[source[name]]
-            if found.shape == parameter.shape:
-                parameter.copy_(found)
+        if source.get(name) in files:
+            taken[source[name]] = parameter
+    for name, tensor in read_stored(target_dir, taken):
+        if tensor.shape == taken[name].shape:
+            taken[name].copy_(tensor)
     drafter.fc.weight[:, -width:] += torch.eye(width)
 
 

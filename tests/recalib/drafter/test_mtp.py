@@ -15,7 +15,8 @@ from torch import Tensor
 
 from honed.adapt.models.drafter_tensor_names import makes_context
 from honed.recalib.config.drafter import DrafterConfig
-from honed.recalib.drafter.checkpoint import load_drafter, save_drafter
+from honed.recalib.drafter import checkpoint
+from honed.recalib.drafter.checkpoint import CheckpointError, load_drafter, load_target_head, save_drafter
 from honed.recalib.drafter.drafter import Vocabulary
 from honed.recalib.drafter.layers import rotary_tables, rotate
 from honed.recalib.drafter.mtp import MtpDrafter
@@ -206,10 +207,8 @@ def test_experts_are_transformers() -> None:
     torch.testing.assert_close(mlp(x), block(x[None])[0])
 
 
-@pytest.mark.parametrize("is_fused", [False, True], ids=["one by one", "in two tensors"])
-def test_experts_stay_in_the_target_s_files(tmp_path: Path, is_fused: bool) -> None:
-    """A version holds none of them; training leaves them and their router alone."""
-    drafter = make_drafter(**EXPERTS)
+def write_experts_target(folder: Path, drafter: MtpDrafter, is_fused: bool) -> Path:
+    """A target with a head that has experts."""
     mlp = drafter._layer.mlp
     if is_fused:
         experts = {"gate_up_proj": mlp.gate_up, "down_proj": mlp.down}
@@ -218,11 +217,20 @@ def test_experts_stay_in_the_target_s_files(tmp_path: Path, is_fused: bool) -> N
         for i in range(4):
             gate, up = mlp.gate_up[i].chunk(2)
             experts |= {f"{i}.gate_proj.weight": gate, f"{i}.up_proj.weight": up}
-    target = write_target(tmp_path / "target", drafter, is_sharded=False)
-    tensors = load_file(target / "model.safetensors")
+    write_target(folder, drafter, is_sharded=False)
+    tensors = load_file(folder / "model.safetensors")
     tensors |= {f"mtp.layers.0.mlp.experts.{name}": tensor.contiguous() for name, tensor in experts.items()}
-    save_file(tensors, target / "model.safetensors")
-    (target / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": TEXT | EXPERTS}))
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": TEXT | EXPERTS}))
+    return folder
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["one by one", "in two tensors"])
+def test_experts_stay_in_the_target_s_files(tmp_path: Path, is_fused: bool) -> None:
+    """A version holds none of them; training leaves them and their router alone."""
+    drafter = make_drafter(**EXPERTS)
+    mlp = drafter._layer.mlp
+    target = write_experts_target(tmp_path / "target", drafter, is_fused)
     registry = Registry(tmp_path / "registry")
     version = registry.import_head(target, target_path=str(target))
     assert (version.method, version.num_tensors) == ("mtp", len(list(drafter.named_parameters())))
@@ -236,3 +244,27 @@ def test_experts_stay_in_the_target_s_files(tmp_path: Path, is_fused: bool) -> N
     assert {"layers.0.mlp.shared_expert.up_proj.weight", "layers.0.mlp.shared_expert_gate.weight"} <= moved
     assert "layers.0.mlp.gate.weight" not in moved
     torch.testing.assert_close(read._layer.mlp.gate_up, mlp.gate_up, rtol=0, atol=0)
+
+
+def test_a_target_s_list_of_tensors_is_read_once_for_all_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large target reading it takes a second, and there are 512 experts: the trainer's watchdog would end it amid them."""
+    drafter, reads = make_drafter(**EXPERTS), list[Path]()
+    target, tensor_files = write_experts_target(tmp_path / "target", drafter, is_fused=False), checkpoint.tensor_files
+
+    def noting(folder: Path) -> dict[str, Path]:
+        reads.append(folder)
+        return tensor_files(folder)
+
+    monkeypatch.setattr(checkpoint, "tensor_files", noting)
+    checkpoint._load_experts(target, drafter.config, drafter.config.mtp.experts)
+    assert len(reads) <= 2
+
+
+def test_an_expert_of_another_shape_is_refused(tmp_path: Path) -> None:
+    drafter = make_drafter(**EXPERTS)
+    target = write_experts_target(tmp_path / "target", drafter, is_fused=False)
+    tensors = load_file(target / "model.safetensors")
+    tensors["mtp.layers.0.mlp.experts.2.up_proj.weight"] = torch.zeros(1, 16)
+    save_file(tensors, target / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"experts\.2\.up_proj\.weight is \[1, 16\], config\.json asks for \[8, 16\]"):
+        load_target_head(target, drafter.config)
