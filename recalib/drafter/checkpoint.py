@@ -19,7 +19,7 @@ from torch import Tensor
 
 from honed.adapt.models.drafter_tensor_names import method_of, names_of
 from honed.adapt.models.target_tensor_names import HeadNames, adds_one, head_names, text_config
-from honed.recalib.config.drafter import DrafterConfig, Experts
+from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.drafter.drafter import Drafter, Vocabulary
 from honed.recalib.drafter.eagle3 import Eagle3Drafter
@@ -67,24 +67,18 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class TargetHead:
-    """Tensors that a drafter shares with its target, in float32, and values that tell whether they belong together."""
+    """Tensors that a drafter shares with its target, and values that tell whether they belong together."""
 
     embed_tokens: Tensor  # [V, H_target]
     lm_head: Tensor  # [V, H_target]
-    final_norm: Tensor  # [H_target]
+    """The embedding itself, of a tied pair."""
+    final_norm: Tensor  # [H_target], float32
     rms_norm_eps: float
     num_hidden_layers: int
     is_capped: bool = False
     """Whether the target's logits are soft-capped: its distribution isn't the head's."""
     experts: tuple[Tensor, Tensor] | None = None  # [E, 2 * I, H], [E, H, I]
     """Of its MTP head, if they were asked for: gate and up in one, and down."""
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> TargetHead:
-        """Move embedding and head to the device where drafters train; a tied pair stays one tensor."""
-        embed_tokens = self.embed_tokens.to(device, dtype)
-        lm_head = embed_tokens if self.lm_head is self.embed_tokens else self.lm_head.to(device, dtype)
-        experts = (self.experts[0].to(device, dtype), self.experts[1].to(device, dtype)) if self.experts else None
-        return replace(self, embed_tokens=embed_tokens, lm_head=lm_head, experts=experts)
 
     def is_last_of(self, target_layer_ids: Sequence[int]) -> bool:
         """Whether these layers tell the target's distribution: the last is among them, and its logits aren't capped."""
@@ -161,6 +155,11 @@ def read_tensors(folder: Path, names: Iterable[str]) -> dict[str, Tensor]:
 
 def read_stored(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """Read some tensors of a checkpoint, one after another, as they are stored."""
+    return ((name, _read(path, entry)) for name, path, entry in _find(folder, names))
+
+
+def _find(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Path, TensorEntry]]:
+    """Find some tensors of a checkpoint: name, file and place in it."""
     files = tensor_files(folder)
     entries: dict[Path, dict[str, TensorEntry]] = {}
     for name in names:
@@ -169,7 +168,7 @@ def read_stored(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Tenso
             entries[path] = _entries(path)
         if path is None or name not in entries[path]:
             raise CheckpointError(f"{folder} has no tensor {name}; it is incomplete or of another model family")
-        yield name, _read(path, entries[path][name])
+        yield name, path, entries[path][name]
 
 
 def target_head_names(target_dir: Path | str) -> HeadNames:
@@ -183,16 +182,26 @@ def target_head_names(target_dir: Path | str) -> HeadNames:
         raise CheckpointError(f"{folder}: {error}: it is incomplete or of another model family") from error
 
 
-def load_target_head(target_dir: Path | str, config: DrafterConfig | None = None) -> TargetHead:
+def load_target_head(
+    target_dir: Path | str,
+    config: DrafterConfig | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> TargetHead:
     """Load the target's embedding, head and final norm, and an MTP head's experts; a tied head is the embedding.
 
     Args:
         config: the drafter's, which says whether it has experts.
+        device: where all but the norm go. Host memory only takes the tensor that is on its way there, and one expert at a time.
+        dtype: type that all but the norm have there.
     """
     folder = Path(target_dir)
     names, raw = target_head_names(folder), read_config(folder)
     text = text_config(raw)
-    tensors = read_tensors(folder, {names.embed_tokens, names.lm_head, names.norm})
+    tensors = {
+        name: tensor.float() if name == names.norm else tensor.to(device, dtype)
+        for name, tensor in read_stored(folder, {names.embed_tokens, names.lm_head, names.norm})
+    }
     num_hidden_layers, is_capped = _layers_of(raw)
     return TargetHead(
         embed_tokens=tensors[names.embed_tokens],
@@ -201,7 +210,7 @@ def load_target_head(target_dir: Path | str, config: DrafterConfig | None = None
         rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
         num_hidden_layers=num_hidden_layers,
         is_capped=is_capped,
-        experts=_load_experts(folder, config, config.mtp.experts) if config and config.mtp and config.mtp.experts else None,
+        experts=_load_experts(folder, config, device, dtype) if config and config.mtp and config.mtp.experts else None,
     )
 
 
@@ -224,18 +233,31 @@ def _is_last(target_layer_ids: Sequence[int], num_hidden_layers: int, is_capped:
     return list(target_layer_ids[-1:]) == [num_hidden_layers - 1] and not is_capped
 
 
-def _load_experts(folder: Path, config: DrafterConfig, experts: Experts) -> tuple[Tensor, Tensor]:  # [E, 2 * I, H], [E, H, I]
+def _load_experts(
+    folder: Path, config: DrafterConfig, device: torch.device | str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:  # [E, 2 * I, H], [E, H, I]
     """Read an MTP head's experts, stored in two tensors or one by one: then there are thousands, looked up together."""
-    width, inner = config.hidden_size, experts.intermediate_size
-    gate_up, down = torch.empty(experts.count, 2 * inner, width), torch.empty(experts.count, width, inner)
+    experts = config.mtp and config.mtp.experts
+    assert experts, "the head has none"
+    count, inner, width = experts.count, experts.intermediate_size, config.hidden_size
+    gate_up = torch.empty(count, 2 * inner, width, device=device, dtype=dtype)
+    down = torch.empty(count, width, inner, device=device, dtype=dtype)
     places = {f"{EXPERTS}.gate_up_proj": gate_up, f"{EXPERTS}.down_proj": down}
     if f"{EXPERTS}.gate_up_proj" not in tensor_files(folder):
         parts = (("gate", gate_up[:, :inner]), ("up", gate_up[:, inner:]), ("down", down))
-        places = {f"{EXPERTS}.{n}.{part}_proj.weight": place[n] for n in range(experts.count) for part, place in parts}
-    for name, tensor in read_stored(folder, places):
-        _check_shape(folder, name, tensor.shape, places[name].shape)
-        places[name].copy_(tensor)
+        places = {f"{EXPERTS}.{n}.{part}_proj.weight": place[n] for n in range(count) for part, place in parts}
+    for name, path, entry in _find(folder, places):
+        place = places[name]
+        _check_shape(folder, name, entry.shape, place.shape)
+        for part, stored in zip(place, _apart(entry), strict=True) if place.dim() == 3 else [(place, entry)]:
+            part.copy_(_read(path, stored))
     return gate_up, down
+
+
+def _apart(entry: TensorEntry) -> Iterator[TensorEntry]:
+    """Split a tensor along its first dimension."""
+    size = (entry.end - entry.begin) // entry.shape[0]
+    return (replace(entry, shape=entry.shape[1:], begin=at, end=at + size) for at in range(entry.begin, entry.end, size))
 
 
 def _check_shape(folder: Path, name: str, found: Sequence[int], wanted: Sequence[int]) -> None:

@@ -193,7 +193,7 @@ class TrainingRun:
             raise OperationError(
                 f"{path} isn't what it was when vLLM loaded it: the samples are of the old target; restart vLLM, then try again"
             )
-        self._head = load_target_head(path, self._config).to(self._device, self._shared_dtype)
+        self._head = load_target_head(path, self._config, self._device, self._shared_dtype)
 
     def load_drafter(self) -> Drafter:
         """Load the parent, with the loaded head: once to train it, once to compare with it."""

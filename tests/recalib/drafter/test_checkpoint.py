@@ -174,8 +174,7 @@ def test_an_embedding_of_its_own_is_used_and_kept_as_it_is(drafter_dir: Path, ta
 
 def test_a_copy_of_the_targets_embedding_is_held_once(drafter_dir: Path, target_dir: Path, tmp_path: Path) -> None:
     """Two more of it, in float32, are gigabytes that no estimate counts."""
-    head = load_target_head(target_dir, load_drafter(drafter_dir, target_dir).config)
-    head = head.to(torch.device("cpu"), torch.bfloat16)
+    head = load_target_head(target_dir, load_drafter(drafter_dir, target_dir).config, dtype=torch.bfloat16)
     rename(drafter_dir, {}, {"embed_tokens.weight": head.embed_tokens.clone(), "lm_head.weight": head.lm_head.clone()})
     drafter = load_drafter(drafter_dir, target_dir, head)
     assert drafter.embed_tokens is head.embed_tokens

@@ -256,7 +256,7 @@ def test_a_target_s_list_of_tensors_is_read_once_for_all_experts(tmp_path: Path,
         return tensor_files(folder)
 
     monkeypatch.setattr(checkpoint, "tensor_files", noting)
-    checkpoint._load_experts(target, drafter.config, drafter.config.mtp.experts)
+    checkpoint._load_experts(target, drafter.config, "cpu", torch.float32)
     assert len(reads) <= 2
 
 
@@ -268,3 +268,19 @@ def test_an_expert_of_another_shape_is_refused(tmp_path: Path) -> None:
     save_file(tensors, target / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"experts\.2\.up_proj\.weight is \[1, 16\], config\.json asks for \[8, 16\]"):
         load_target_head(target, drafter.config)
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["one by one", "in two tensors"])
+def test_experts_take_no_more_memory_on_their_way_than_in_their_place(tmp_path: Path, is_fused: bool) -> None:
+    """They may be a dozen GB: one part of one expert at a time is on its way."""
+    drafter = make_drafter(**EXPERTS)
+    target = write_experts_target(tmp_path / "target", drafter, is_fused)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        held = checkpoint._load_experts(target, drafter.config, "cpu", torch.bfloat16)
+    alive = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            peak = max(peak, alive)
+    assert alive == sum(tensor.nbytes for tensor in held)
+    assert peak <= alive + drafter._layer.mlp.gate_up[0].nbytes
