@@ -92,7 +92,12 @@ class Recalibration:
     @property
     def device(self) -> torch.device | None:
         """Return the device that the next unit needs, if any."""
-        return self._run.device if self._run is not None and self.needs_device else None
+        return self.held_device if self.needs_device else None
+
+    @property
+    def held_device(self) -> torch.device | None:
+        """Return the device that has the training's memory, also while the state is being saved; None before the training."""
+        return self._run.device if self._run is not None and self.progress.stage != "collecting" else None
 
     def advance(self) -> None:
         """Do one unit; after the last, `result` is set. Failures become a result and are never raised."""

@@ -170,7 +170,7 @@ class Trainer:
         operation = self._operation
         if operation is None:
             return
-        if operation.device is not None and operation.device.type != "cpu":
+        if operation.held_device is not None and operation.held_device.type != "cpu":
             self._make_room_for_engines(operation)
         if operation.needs_device and not self._yielding.may_begin(is_busy):
             operation.keep_waiting()
@@ -184,8 +184,8 @@ class Trainer:
         """End the operation if an engine beside it has ended: at its restart it will want the memory that it had."""
         if gone := self._beside - self._yielding.busy.living():
             operation.cancel(
-                f"{', '.join(sorted(gone))} ended, and the training's memory on {operation.device} may be in the way of its "
-                "restart: ask again when the engine is back"
+                f"{', '.join(sorted(gone))} ended, and the training's memory on {operation.held_device} may be in the way of "
+                "its restart: ask again when the engine is back"
             )
 
     def _meanwhile(self, wait_s: float) -> None:
@@ -318,7 +318,7 @@ def _with_progress(status: wire.TrainerStatus, operation: Recalibration) -> wire
             "elapsed_s": operation.elapsed_s,
             "gate": progress.gate,
             "memory_bytes": progress.memory_bytes,
-            "device": str(operation.device or ""),
+            "device": str(operation.held_device or ""),
             "device_reason": progress.device_reason[:MAX_TEXT_CHARS],
         }
     )

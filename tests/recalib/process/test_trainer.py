@@ -244,13 +244,11 @@ def test_with_a_device_of_its_own_it_trains_whatever_engines_do(daemon: zmq.Sock
 
 
 @pytest.mark.fault("a restart of vLLM while a training holds the GPU's memory")
+@pytest.mark.parametrize("is_saving", [False, True], ids=["computing", "saving its state"])
 def test_a_training_on_a_gpu_ends_with_an_engine_beside_it(
-    daemon: zmq.Socket[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    daemon: zmq.Socket[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_saving: bool
 ) -> None:
-    def device(operation: Recalibration) -> torch.device | None:
-        return torch.device("cuda") if operation.needs_device else None
-
-    monkeypatch.setattr(Recalibration, "device", property(device))
+    monkeypatch.setattr(TrainingRun, "device", torch.device("cuda"))
     stays, ends = (BusyFlag(tmp_path / "engines" / name / "busy") for name in ("stays", "ends"))
     trainer, request = make_trainer(tmp_path)
     ask(daemon, trainer, request)
@@ -259,6 +257,8 @@ def test_a_training_on_a_gpu_ends_with_an_engine_beside_it(
     for _ in range(5):
         trainer.turn()
     assert trainer._state == "training"
+    assert trainer._operation is not None
+    trainer._operation.progress.is_saving = is_saving
     ends.close()
     trainer.turn()
     is_over, result = trainer._operation is None, trainer._last_result
