@@ -29,6 +29,7 @@ from honed.recalib.drafter.checkpoint import CheckpointError, save_drafter
 from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.gate.evaluate import SessionFigures, evaluate_in_parts
 from honed.recalib.gate.gate import GateSettings, judge
+from honed.recalib.process.contexts import contexts_of
 from honed.recalib.registry.manifest import WEIGHTS, Figures
 from honed.recalib.registry.registry import Manifest, Registry, RegistryError
 from honed.recalib.registry.tensor_file import read_tensor_entries
@@ -69,7 +70,7 @@ class Recalibration:
         self.result: wire.TrainResult | None = None
         self._settings, self._gate, self._registry, self._feed = settings, gate, registry, feed
         self._monotonic, self._working_s, self._state_dir = monotonic, working_s or monotonic, state_dir
-        self._engines = engines
+        self._engines, self._context_of = engines, contexts_of(registry)
         self._began_s = monotonic()
         self._run: TrainingRun | None = None
         self._units = self._work()
@@ -256,16 +257,16 @@ class Recalibration:
     def _why_unusable(self, parent: Manifest, vocab_size: int) -> Callable[[Stretch], str]:
         """Return what says why a stretch can't be used, "" if it can.
 
-        Fused features are meaningful only to drafters with the same `fc` and `hidden_norm` as the one that made them. That one
-        may have been removed from the registry since.
+        Fused features are meaningful only to drafters with the same `fc` and `hidden_norm` as the one that made them, others to
+        those that read the same layers. That one may have been removed from the registry since.
 
         A token outside the vocabulary would end the training, and on a GPU the process. An answer of one token has no draft.
         """
-        same = {m.version for m in self._registry.versions() if m.context_sha256 == parent.context_sha256}
 
         def why(stretch: Stretch) -> str:
-            is_same = stretch.context == parent.context_sha256 or stretch.drafter_version in same
-            if self._feed.is_fused and stretch.drafter_version and not is_same:
+            made_by, is_fused = stretch.drafter_version, self._feed.is_fused
+            wanted = self._context_of(parent.version, is_fused)
+            if made_by and wanted not in (stretch.context, self._context_of(made_by, is_fused)):
                 return "answers with another drafter's features"
             if stretch.num_judged < 2:
                 return "answers of one token"

@@ -28,6 +28,7 @@ from honed.recalib.config.engine_gpus import AwaitedEngines
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.gate.gate import GateSettings
 from honed.recalib.process.busy_flags import Preemptions
+from honed.recalib.process.contexts import contexts_of
 from honed.recalib.process.recalibration import Recalibration
 from honed.recalib.process.spare_time import SpareTime
 from honed.recalib.process.trainer_link import TrainerLink
@@ -340,21 +341,6 @@ def check_device(device: str) -> None:
         raise RuntimeError(f"{wanted}, but PyTorch sees no GPU: see that its driver is loaded (`nvidia-smi`), or use cpu")
     if (torch.device(device).index or 0) >= torch.cuda.device_count():
         raise ValueError(f"{wanted}, but PyTorch sees cuda:0 … cuda:{torch.cuda.device_count() - 1} only")
-
-
-def contexts_of(registry: Registry) -> Callable[[str], str]:
-    """(drafter version) -> digest of what makes its fused features; an unknown version's own name."""
-    known: dict[str, str] = {}
-
-    def context_of(version: str) -> str:
-        if version not in known:
-            try:
-                known[version] = registry.get(version).context_sha256
-            except RegistryError:
-                return version
-        return known[version]
-
-    return context_of
 
 
 def stand_back(settings: TrainerSettings) -> None:

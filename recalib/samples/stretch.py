@@ -30,7 +30,7 @@ class Stretch:
     earliest_s: float = 0.0
     """Unix time before which it hadn't. The two are equal unless it was in the ring before the trainer was."""
     context: str = ""
-    """Digest of what made its fused features; the version's name if that was unknown when it came; "" for other rows."""
+    """What made its features (`contexts_of`); the version's name if that was unknown when it came."""
 
     @property
     def num_rows(self) -> int:

@@ -45,7 +45,7 @@ class Feed:
         settings: SampleSettings,
         hold_out: HoldOut,
         spill: Spill | None = None,
-        context_of: Callable[[str], str] = lambda version: version,
+        context_of: Callable[[str, bool], str] = lambda version, is_fused: version,
     ) -> None:
         self.reader = RingReader(path)
         self.store = SampleStore(settings, hold_out, spill=spill)
@@ -55,7 +55,7 @@ class Feed:
         self._assembler = SessionAssembler(
             settings.max_rows,
             came_s=self._came_s,
-            context_of=lambda version: context_of(version) if self.is_fused else "",
+            context_of=lambda version: context_of(version, self.is_fused),
         )
         self.hold_to(settings.sample_bytes)
         self.features: Features | None = None
@@ -185,13 +185,13 @@ class Traffic:
         hold_out: HoldOut,
         spill_dir: Path | None = None,
         monotonic: Callable[[], float] = time.monotonic,
-        context_of: Callable[[str], str] = lambda version: version,
+        context_of: Callable[[str, bool], str] = lambda version, is_fused: version,
     ) -> None:
         """Follow the rings of a folder.
 
         Args:
             spill_dir: folder for samples on disk, if `spill_bytes` allows it; otherwise its content is removed.
-            context_of: (drafter version) -> what is equal for versions whose fused features mean the same.
+            context_of: (drafter version, whether its rows are fused) -> what is equal for versions whose rows mean the same.
         """
         self._context_of = context_of
         self.engines_dir, self._settings, self._hold_out = runtime_dir / "engines", settings, hold_out

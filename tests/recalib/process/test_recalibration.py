@@ -3,10 +3,12 @@
 import json
 import re
 import time
+from collections import Counter
 from dataclasses import replace
 from shutil import copyfile, copytree
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,8 +20,8 @@ from honed.recalib.config.drafter import Mtp
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.drafter.checkpoint import load_drafter
 from honed.recalib.gate.gate import GateSettings, judge
+from honed.recalib.process.contexts import contexts_of
 from honed.recalib.process.recalibration import Recalibration, _blend
-from honed.recalib.process.trainer import contexts_of
 from honed.recalib.registry.registry import Registry
 from honed.recalib.samples.hold_out import HoldOut
 from honed.recalib.samples.selection import Selection
@@ -641,6 +643,29 @@ def test_unfused_features_can_be_used_with_any_loss_and_scope(site):
     operation.advance()
     assert operation.progress.stage == "collecting"
     assert operation.result is None
+
+
+def test_rows_of_the_layers_that_another_drafter_reads_are_not_used(site, tmp_path):
+    """vLLM was restarted with a drafter that reads as many layers, while the trainer went on."""
+    config = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    config["dflash_config"]["target_layer_ids"] = [1, 2]
+    (tmp_path / "drafter" / "config.json").write_text(json.dumps(config))
+    new = site.registry.import_checkpoint(tmp_path / "drafter", target_path=str(site.target))
+    for version in (site.parent.version, new.version):
+        site.ring = RingWriter(site.ring.path, 1 << 22, 2 * WIDTH, feature_kind="layers")
+        for number in range(3):
+            site.ring.write_rows(version, "b", version, 0, tokens("b", number, 80), np.zeros((80, 2 * WIDTH), np.uint16))
+            site.ring.write_end(version, "b")
+        while site.traffic.poll():
+            pass
+    store = site.traffic.feeds[0].store
+    for parent in (site.parent, new):
+        operation = site.begin(parent_version=parent.version)
+        why = operation._why_unusable(parent, 1 << 20)
+        usable = [one.drafter_version for side in (False, True) for one in store.stretches("b", side) if not why(one)]
+        assert usable == [parent.version] * 3
+        operation.advance()
+        assert "3 answers with another drafter's features" in operation._unused(why, Counter())
 
 
 def test_a_target_whose_head_has_another_name_is_refused_before_it_waits_for_samples(site):
