@@ -208,17 +208,20 @@ def _memory(settings: Settings, status: dict[str, Any] | None, command: Sequence
     vocabulary = _vocabulary(settings, status, command)
     is_fused = not any(engine.get("captures") == "layers" for engine in (status or {}).get("engines") or [])
     device = doctor_host.device_of(trainer.device)
+    is_gpu, is_auto = device.startswith("cuda"), trainer.device == "auto"
+    listing = doctor_memory.gpu_listing() if is_gpu else None
+    engines = engine_gpus(settings.paths.runtime_dir / "engines", trainer.yields_to)
+    if is_gpu and is_auto:
+        device = doctor_memory.roomiest(listing, engines)
 
     def need(device: str) -> doctor_memory.Need:
-        scope = settings.recalibration.scope
-        on_device = replace(trainer, device=device)
-        return doctor_memory.need(on_device, config, scope, is_fused=is_fused, vocabulary=vocabulary, guess=guess)
+        scope, on_device = settings.recalibration.scope, replace(trainer, device=device)
+        has_bfloat16 = doctor_memory.has_bfloat16(listing, device)
+        about: dict[str, Any] = {"vocabulary": vocabulary, "guess": guess, "has_bfloat16": has_bfloat16}
+        return doctor_memory.need(on_device, config, scope, is_fused=is_fused, **about)
 
-    needed, is_gpu = need(device), device.startswith("cuda")
+    needed = need(device)
     if is_gpu:
-        listing, is_auto = doctor_memory.gpu_listing(), trainer.device == "auto"
-        engines = engine_gpus(settings.paths.runtime_dir / "engines", trainer.yields_to)
-        device = doctor_memory.roomiest(listing, engines) if is_auto else device
         yield from doctor_memory.check_gpu(listing, device, needed, is_auto=is_auto, engines=engines)
         if is_auto and not doctor_memory.may_fit(listing, device, needed, engines):
             needed, is_gpu = need("cpu"), False

@@ -20,7 +20,7 @@ from honed.recalib.config.training import Scope
 from honed.recalib.registry.vocabulary import VocabularyTensors
 
 MEMINFO = Path("/proc/meminfo")
-SMI = ("nvidia-smi", "--query-gpu=index,memory.total,memory.free,uuid", "--format=csv,noheader,nounits")
+SMI = ("nvidia-smi", "--query-gpu=index,memory.total,memory.free,compute_cap,uuid", "--format=csv,noheader,nounits")
 CONTEXT_BYTES = 1 << 29
 """Subtracted from free memory: PyTorch, its libraries and its CUDA context."""
 STATES_WITH_MEMORY = ("training", "waiting", "gating")
@@ -82,6 +82,7 @@ def need(
     is_fused: bool,
     vocabulary: VocabularyTensors,
     guess: str = "",
+    has_bfloat16: bool = True,
 ) -> Need:
     """Memory for training a drafter, by the trainer's own estimate.
 
@@ -89,9 +90,10 @@ def need(
         config: the drafter's; None: a typical one, and `guess` says why.
         is_fused: whether engines capture fused features instead of the target's separate layers.
         vocabulary: facts of the drafter's files and its target's.
+        has_bfloat16: whether the trainer's GPU has it.
     """
     config = config or TYPICAL
-    shared_bytes, compute_bytes = value_bytes(settings.device, settings.precision)
+    shared_bytes, compute_bytes = value_bytes(settings.device, settings.precision, has_bfloat16)
     estimate, cures = estimate_and_cures(
         config,
         settings.training(scope, config.block_size, config.hidden_size),
@@ -109,6 +111,12 @@ def roomiest(listing: str | None, engines: Sequence[EngineGpus] = ()) -> str:
     """Name the GPU that the trainer takes by itself, see `best_gpu`."""
     gpus = _gpus(listing or "")
     return f"cuda:{best_gpu(gpus, engines)}" if gpus else "cuda"
+
+
+def has_bfloat16(listing: str | None, device: str) -> bool:
+    """Tell whether a GPU multiplies bfloat16, as far as the listing says: NVIDIA's do from compute capability 8 on."""
+    found = _gpu_of(listing, device)
+    return found is None or not found.capability.split(".")[0].isdecimal() or float(found.capability) >= 8.0
 
 
 def may_fit(listing: str | None, device: str, needed: Need, engines: Sequence[EngineGpus] = ()) -> bool:
@@ -222,7 +230,8 @@ class _Gpu:
 
     total: int
     free: int
-    uuid: str = ""
+    capability: str
+    uuid: str
 
     def usable(self, engines: Sequence[EngineGpus]) -> int:
         """Bytes that a training may take."""
@@ -235,5 +244,8 @@ def _gpu_of(listing: str | None, device: str) -> _Gpu | None:
 
 def _gpus(listing: str) -> dict[int, _Gpu]:
     rows = ([field.strip() for field in line.split(",")] for line in listing.splitlines())
-    whole = (row for row in rows if len(row) == 4 and all(field.isdecimal() for field in row[:3]))
-    return {int(i): _Gpu(int(all_) << 20, int(free) << 20, uuid.removeprefix("GPU-").lower()) for i, all_, free, uuid in whole}
+    whole = (row for row in rows if len(row) == 5 and all(field.isdecimal() for field in row[:3]))
+    return {
+        int(index): _Gpu(int(total) << 20, int(free) << 20, capability, uuid.removeprefix("GPU-").lower())
+        for index, total, free, capability, uuid in whole
+    }

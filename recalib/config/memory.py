@@ -134,10 +134,14 @@ def usable_bytes(free: int, limit_bytes: int = 0, reserve: int = 0) -> int:
     return min(limit_bytes, usable) if limit_bytes else usable
 
 
-def value_bytes(device: str, precision: Precision) -> tuple[int, int]:
-    """Return `estimate`'s (`shared_bytes`, `compute_bytes`), as `precision.compute_dtype` sets them on a GPU with bfloat16."""
+def value_bytes(device: str, precision: Precision, has_bfloat16: bool = True) -> tuple[int, int]:
+    """Return `estimate`'s (`shared_bytes`, `compute_bytes`), as `precision.compute_dtype` sets them.
+
+    Args:
+        has_bfloat16: whether a GPU multiplies it fast.
+    """
     is_gpu = device.startswith("cuda")
-    is_short = precision == "bfloat16" or (precision == "auto" and is_gpu)
+    is_short = precision == "bfloat16" or (precision == "auto" and is_gpu and has_bfloat16)
     return FLOAT // 2 if is_gpu and is_short else FLOAT, FLOAT // 2 if is_short else FLOAT
 
 

@@ -19,13 +19,13 @@ def compute_dtype(device: torch.device, precision: Precision) -> torch.dtype:
     """
     if precision == "float32":
         return torch.float32
-    has_bfloat16 = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_bf16_supported())
     if precision == "bfloat16":
-        if not has_bfloat16:
+        if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_bf16_supported()):
             raise ValueError(f"trainer.precision = 'bfloat16', but {device} has no bfloat16: use 'float32' or 'auto'")
         return torch.bfloat16
-    # A CPU without bfloat16 matrix units converts to float32 first: no gain.
-    return torch.bfloat16 if has_bfloat16 and device.type == "cuda" else torch.float32
+    # A CPU or a GPU without bfloat16 matrix units converts to float32 first: no gain.
+    is_fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 def computing(device: torch.device, dtype: torch.dtype) -> torch.autocast:

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -158,7 +159,7 @@ def test_a_trainer_on_cuda_needs_a_compiler_and_headers(tmp_path: Path, monkeypa
 # --- memory -----------------------------------------------------------------------------------------------------------------
 
 GPUS = "6d9c4b9e-8f6b-4f0e-9a53-0d1e2f3a4b5c", "00000000-8f6b-4f0e-9a53-0d1e2f3a4b5c"
-SMI = f"0, 143771, 20000, GPU-{GPUS[0]}\n1, 143771, 100, GPU-{GPUS[1]}\n"
+SMI = f"0, 143771, 20000, 9.0, GPU-{GPUS[0]}\n1, 143771, 100, 9.0, GPU-{GPUS[1]}\n"
 
 
 def need(num_bytes: int, **changes: Any) -> doctor_memory.Need:
@@ -293,7 +294,7 @@ def test_of_auto_it_says_where_a_training_fits(
 ) -> None:
     settings = load(None, {"paths": {"state_dir": tmp_path, "runtime_dir": tmp_path}}, {})
     monkeypatch.setattr(doctor_host, "DRIVER", str(tmp_path))
-    monkeypatch.setattr(doctor_memory, "gpu_listing", lambda: f"0, 143771, {free_mib}, GPU-{GPUS[0]}\n")
+    monkeypatch.setattr(doctor_memory, "gpu_listing", lambda: f"0, 143771, {free_mib}, 9.0, GPU-{GPUS[0]}\n")
     on_gpu, on_host = diagnose._memory(settings, None)
     assert (on_gpu.subject, on_gpu.level) == ("GPU memory", "ok")
     assert says in on_gpu.text
@@ -302,9 +303,23 @@ def test_of_auto_it_says_where_a_training_fits(
     assert [check.subject for check in diagnose._memory(settings, None)] == ["memory"]
 
 
+def test_a_training_takes_more_on_a_gpu_that_only_emulates_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load(None, {"paths": {"state_dir": tmp_path, "runtime_dir": tmp_path}}, {})
+    monkeypatch.setattr(doctor_host, "DRIVER", str(tmp_path))
+    texts = {}
+    for capability in ("7.5", "8.0", "12.0", "[N/A]"):
+        monkeypatch.setattr(
+            doctor_memory, "gpu_listing", lambda is_of=capability: f"0, 143771, 100000, {is_of}, GPU-{GPUS[0]}\n"
+        )
+        texts[capability] = next(iter(diagnose._memory(settings, None))).text
+    assert texts["8.0"] == texts["12.0"] == texts["[N/A]"]
+    size = re.compile(r"training takes about (\d+\.\d) GiB")
+    assert float(size.search(texts["7.5"])[1]) > float(size.search(texts["8.0"])[1])  # type: ignore[index]
+
+
 def test_of_several_gpus_it_names_the_one_that_auto_takes() -> None:
     assert doctor_memory.roomiest(SMI) == "cuda:0"
-    assert doctor_memory.roomiest("0, 143771, 100, GPU-a\n1, 143771, 20000, GPU-b\n") == "cuda:1"
+    assert doctor_memory.roomiest("0, 143771, 100, 9.0, GPU-a\n1, 143771, 20000, 9.0, GPU-b\n") == "cuda:1"
     assert doctor_memory.roomiest(None) == "cuda"
 
 
@@ -334,7 +349,7 @@ def test_what_engines_will_still_want_is_left_to_them(tmp_path: Path, monkeypatc
     assert doctor_memory.may_fit(SMI, "cuda", need(12 * GIB), [EngineGpus("e", True, {GPUS[1]: 8 * GIB})])
     settings = load(None, {"paths": {"state_dir": tmp_path, "runtime_dir": tmp_path}}, {})
     monkeypatch.setattr(doctor_host, "DRIVER", str(tmp_path))
-    monkeypatch.setattr(doctor_memory, "gpu_listing", lambda: f"0, 143771, 100000, GPU-{GPUS[0]}\n")
+    monkeypatch.setattr(doctor_memory, "gpu_listing", lambda: f"0, 143771, 100000, 9.0, GPU-{GPUS[0]}\n")
     page = BusyFlag(tmp_path / "engines" / "e" / "busy")
     page.tell_gpus({GPUS[0]: 90 * GIB})
     text = next(c.text for c in diagnose._memory(settings, None) if c.subject == "GPU memory")

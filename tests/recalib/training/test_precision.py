@@ -24,6 +24,15 @@ def test_a_cpu_computes_in_float32_unless_told_otherwise() -> None:
         compute_dtype(torch.device("meta"), "bfloat16")
 
 
+def test_a_gpu_that_only_emulates_bfloat16_computes_in_float32_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert compute_dtype(gpu, "auto") == torch.float32
+    assert compute_dtype(gpu, "bfloat16") == torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert compute_dtype(gpu, "auto") == torch.bfloat16
+
+
 @pytest.mark.parametrize("is_checkpointing", [False, True])
 def test_bfloat16_learns_with_float32_masters(
     is_checkpointing: bool, make_drafter: Callable[..., DFlashDrafter], make_sample: Callable[..., TrainingSample]
