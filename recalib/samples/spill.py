@@ -112,7 +112,8 @@ class Spill:
             except (ValueError, OSError, SafetensorError, KeyError, TypeError):  # truncated, of unknown age, or not ours
                 path.unlink(missing_ok=True)
                 continue
-            self._add(self._uptime() - age_s, path.stat().st_size, key_of(stretch), stretch)
+            key = key_of(stretch)
+            self._add(self._uptime() - age_s, path.stat().st_size, key, replace(stretch, workload=key[0]))
         self.expire()
 
     def keep(self, stretch: Stretch, key: Key) -> None:

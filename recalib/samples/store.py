@@ -64,6 +64,7 @@ class SampleStore:
         if num_varied < num_emitted:
             stretch = replace(stretch.cut(slice(0, varied.stop)), num_prompt_tokens=varied.start)
         key = self.key_of(stretch)
+        stretch = replace(stretch, workload=key[0])
         stratum = self._strata.setdefault(key, Stratum(self._rng))
         stratum.add(stretch)
         self.num_bytes += stretch.num_bytes

@@ -136,6 +136,19 @@ def test_a_trainer_that_is_started_again_takes_up_what_is_there(make: Callable[.
     assert again.spill.num_bytes == sum(path.stat().st_size for path in files(tmp_path))
 
 
+def test_labels_beyond_the_limit_are_other_to_a_trainer_that_is_started_again(
+    make: Callable[..., SampleStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(kept=1)
+    for i in range(20):
+        store.add(stretch(i, workload=f"label{i % 5}"))
+    monkeypatch.setattr(workloads, "MAX_WORKLOADS", 4)
+    again = make()
+    assert len(again.workloads()) == 3
+    for workload in again.workloads():
+        assert {one.workload for side in (False, True) for one in again.stretches(workload, side)} == {workload}
+
+
 def test_rows_of_another_kind_go(make: Callable[..., SampleStore], tmp_path: Path) -> None:
     store = make()
     for i in range(40):

@@ -140,6 +140,7 @@ def test_labels_beyond_the_limit_are_other(monkeypatch):
         held.add(stretch(f"s{i}", workload=f"label{i}"))
     assert len(held.workloads()) <= 4
     assert "other" in held.workloads()
+    assert all({one.workload for side in (False, True) for one in held.stretches(w, side)} == {w} for w in held.workloads())
 
 
 @pytest.mark.fault("labels that run out")
