@@ -8,8 +8,10 @@ A node's prior is the value of the one before it. As better nodes come first, va
 noise: they are averaged until none does (pool adjacent violators, weighted by trials). Where no tree was so large, values decay
 as they do on average before.
 
-Trees are counted with memories of several lengths, as chains are (`forgetting`). The chains within the same trees tell which
-memory predicts best: what is asked for with their weights follows a change as soon as they do.
+Trees are counted with memories of several lengths, and by their information, as chains are (`forgetting`). So both tell of a
+request without history and can be compared; counted one by one, trees would tell of hard requests, which take more rounds. The
+chains within the same trees tell which memory predicts best: what is asked for with their weights follows a change as soon as
+they do.
 
 While chains are verified in the place of trees, only they see a change. Node 0 is the drafter's first token, of a chain as well
 as of a tree. So all values' odds are scaled by one factor, with which node 0 has the odds that the latest rounds of either kind
@@ -63,11 +65,11 @@ class TreeGains:
         """Whether a tree was seen."""
         return bool(self.trials.any())
 
-    def observe(self, trees: TreeRounds, worth: float = 1.0) -> None:
+    def observe(self, trees: TreeRounds, worth: Floats | None = None) -> None:
         """Fold in verified trees, oldest first.
 
         Args:
-            worth: of a tree, in independent ones: those of one request repeat each other.
+            worth: of each tree, in independent ones, [Q]: those of one request repeat each other. None: 1.
         """
         count, room = len(trees), self._trials.shape[1]
         if not count or not room:
@@ -77,15 +79,17 @@ class TreeGains:
             self._trials[number] = kept * self._trials[number] + trials
             self._hits[number] = kept * self._hits[number] + hits
 
-    def observe_firsts(self, is_hit: Bools, worth: float = 1.0) -> None:  # [R]
+    def observe_firsts(self, is_hit: Bools, worth: Floats | None = None) -> None:  # [R]
         """Fold in whether the first token was accepted, of trees and chains, oldest first; `worth` as for `observe`."""
         for number, (weights, kept) in enumerate(self._aged(len(is_hit), worth)):
             self._firsts[:, number] = kept * self._firsts[:, number] + (weights.sum(), weights @ is_hit)
 
-    def _aged(self, count: int, worth: float) -> Iterator[tuple[Floats, float]]:
+    def _aged(self, count: int, worth: Floats | None) -> Iterator[tuple[Floats, float]]:
         """Yield for each memory the weights of `count` new rounds, oldest first, and the share that is kept of the others."""
+        worth = np.ones(count) if worth is None else worth
+        since = worth.sum() - np.cumsum(worth)
         for length in self._lengths:
-            yield worth * np.exp((np.arange(count) - count) * worth / length), math.exp(-count * worth / length)
+            yield worth * np.exp(-since / length), math.exp(-worth.sum() / length)
 
     def forget(self, factor: float) -> None:
         """Weaken what is known, as after a swap of the drafter's weights."""

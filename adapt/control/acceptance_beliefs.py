@@ -113,14 +113,13 @@ class AcceptanceBeliefs:
             for depths in (workload.depths, self._depths):
                 depths.add(counts, len(predicted), design_effect)
         workload.contexts.observe(rounds.position, reached, accepted, information)
-        worth = float(information.mean())
-        if rounds.trees is not None:
+        is_whole = np.ones(len(rounds), dtype=np.bool_) if rounds.is_whole is None else rounds.is_whole
+        if rounds.trees is not None and rounds.is_chain is not None:
             for trees in (workload.trees, self._trees):
-                trees.observe(rounds.trees, worth)
+                trees.observe(rounds.trees, information[~rounds.is_chain & is_whole])
         if self._verifies_trees:
-            is_hit = accepted[slice(None) if rounds.is_whole is None else rounds.is_whole] >= 1
             for trees in (workload.trees, self._trees):
-                trees.observe_firsts(is_hit, worth)
+                trees.observe_firsts(accepted[is_whole] >= 1, information[is_whole])
         self._counts.observe(*columns, weights=information, theta=theta)
         workload.counts.observe(*columns, weights=information, theta=theta)
         alarms = []

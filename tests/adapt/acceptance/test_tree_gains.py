@@ -85,9 +85,10 @@ def test_while_trees_are_verified_the_first_tokens_of_all_rounds_change_nothing(
     for chance in (0.7, 0.3):
         for _ in range(20):
             seen = trees(rng, chance * 0.7 ** np.arange(7), rng.integers(1, 8, size=30))
-            gains.observe(seen, 0.5)
-            plain.observe(seen, 0.5)
-            gains.observe_firsts((seen.nodes == 0).any(1), 0.5)
+            worth = rng.random(30)
+            gains.observe(seen, worth)
+            plain.observe(seen, worth)
+            gains.observe_firsts((seen.nodes == 0).any(1), worth)
     for weights in (None, np.array([0.5, 0.3, 0.2])):
         assert gains.values(weights) == pytest.approx(plain.values(weights))
         prior = np.linspace(0.6, 0.1, 7)

@@ -167,3 +167,27 @@ def test_an_engine_that_verifies_no_trees_any_more_is_priced_by_chains():
 def test_chains_are_told_of_beside_trees():
     controller, _ = learned(0.7 * 0.9 ** np.arange(SLOTS))
     assert [prior.workload for prior in controller.propose(0.0).priors if prior.keeps_chain] == ["", "default"]
+
+
+def paths(rng, requests, chances, seq, workload="default"):
+    """Rounds of trees that are the drafter's chain: as many nodes, one below the other."""
+    passed = np.logical_and.accumulate(rng.random((len(requests), CHAIN)) < chances[:, None], axis=1).sum(1)
+    batch = make_batch([CHAIN] * len(requests), passed, workload, seq=seq, requests=requests)
+    nodes = [node for count in passed.tolist() for node in range(count)]
+    chain = {"chain_tokens": [CHAIN] * len(requests), "chain_accepted": passed.tolist(), "nodes": nodes}
+    return msgspec.structs.replace(batch, rounds=msgspec.structs.replace(batch.rounds, **chain))
+
+
+def test_a_tree_that_is_the_chain_promises_what_the_chain_does_though_requests_differ():
+    """Hard requests have more rounds: by rounds, their trees seemed worth a tenth less than the same chains."""
+    rng, controller = np.random.default_rng(2), EngineController("engine-0", CHAIN, 32, chain_tokens=CHAIN)
+    chances, left, requests = np.zeros(32), np.zeros(32), np.zeros(32, dtype=np.int64)
+    for seq in range(1, 301):
+        is_over = left <= 0
+        chances[is_over] = 1.0 / (1.0 + np.exp(-rng.normal(1.1, 1.0, size=int(is_over.sum()))))
+        requests[is_over], left[is_over] = rng.integers(1, 2**62, size=int(is_over.sum())), 200
+        batch = paths(rng, requests, chances, seq)
+        left -= batch.rounds.num_emitted
+        controller.observe(batch)
+    gains = {one.keeps_chain: np.cumprod(one.acceptance).sum() for one in controller.propose(0.0).priors if one.workload}
+    assert gains[False] == pytest.approx(gains[True], rel=0.08)
