@@ -8,16 +8,22 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from honed.adapt.protocol.arrays import Floats, Ints
+from honed.adapt.protocol.arrays import Bools, Floats, Ints
 from honed.adapt.protocol.wire import EventBatch, RoundColumns
 
 
 @dataclass(frozen=True, slots=True)
 class TreeRounds:
-    """Trees that were verified, without those in whose round the request ended; Q of them, P accepted nodes at most."""
+    """Trees that were verified; Q of them, P accepted nodes at most.
+
+    Where the request ended within the round, nodes that the target took past the text's end count as accepted, too: a log
+    doesn't say which of the others lie below the end, where nothing was tried. If such rounds were left out, those that ended
+    a text by what they accepted would be missing, while those that failed then count.
+    """
 
     num_nodes: Ints  # [Q]
     nodes: Ints  # [Q, P] accepted nodes, −1 past them
+    is_whole: Bools  # [Q] whether all of them were delivered
 
     def __len__(self) -> int:
         return len(self.num_nodes)
@@ -56,10 +62,8 @@ class Rounds:
     """Position of the last verified token: about the length of the context."""
     trees: TreeRounds | None = None
     """The trees among them; None: there are none."""
-    is_chain: npt.NDArray[np.bool_] | None = None
+    is_chain: Bools | None = None
     """Which of them verified a chain, not a tree; None: all."""
-    is_whole: npt.NDArray[np.bool_] | None = None
-    """In which of them the request didn't end; None: all."""
 
     def __len__(self) -> int:
         return len(self.request)
@@ -105,9 +109,8 @@ def rounds_by_workload(batch: EventBatch) -> Iterator[tuple[str, Rounds]]:
             if nodes is None:
                 yield workload, Rounds(*figures)
                 continue
-            grown = mine & is_tree & is_whole
-            trees = TreeRounds(num_nodes[grown], nodes[grown])
-            yield workload, Rounds(*figures, trees, ~is_tree[mine], is_whole[mine])
+            grown = mine & is_tree
+            yield workload, Rounds(*figures, TreeRounds(num_nodes[grown], nodes[grown], is_whole[grown]), ~is_tree[mine])
 
 
 def steps_with_trees(batch: EventBatch) -> list[bool | None]:

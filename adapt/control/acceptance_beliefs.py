@@ -113,13 +113,12 @@ class AcceptanceBeliefs:
             for depths in (workload.depths, self._depths):
                 depths.add(counts, len(predicted), design_effect)
         workload.contexts.observe(rounds.position, reached, accepted, information)
-        is_whole = np.ones(len(rounds), dtype=np.bool_) if rounds.is_whole is None else rounds.is_whole
         if rounds.trees is not None and rounds.is_chain is not None:
             for trees in (workload.trees, self._trees):
-                trees.observe(rounds.trees, information[~rounds.is_chain & is_whole])
+                trees.observe(rounds.trees, information[~rounds.is_chain])
         if self._verifies_trees:
             for trees in (workload.trees, self._trees):
-                trees.observe_firsts(accepted[is_whole] >= 1, information[is_whole])
+                trees.observe_firsts(accepted >= 1, information)
         self._counts.observe(*columns, weights=information, theta=theta)
         workload.counts.observe(*columns, weights=information, theta=theta)
         alarms = []

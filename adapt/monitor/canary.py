@@ -133,7 +133,7 @@ class _Counts:
         columns = rounds.num_draft_tokens[mine], rounds.num_accepted_tokens[mine], rounds.num_invalid_tokens[mine]
         counted = [np.concatenate([one, np.zeros(k - 1)]) for one in count_trials(*columns[:2], k, columns[2])]
         if rounds.trees is not None:
-            for sums, one in zip(counted, rounds.trees.count(k), strict=True):
+            for sums, one in zip(counted, rounds.trees.count(k, rounds.trees.is_whole.astype(np.float64)), strict=True):
                 sums[0] += one[0]
                 sums[k:] += one[1:]
         trials, successes = self.of(workload)

@@ -66,9 +66,10 @@ def test_a_tree_counts_as_the_chain_in_it():
     assert found.trees.nodes.tolist() == [[0, 5, -1], [0, 1, 3]]
 
 
-def test_a_tree_in_whose_round_the_request_ended_says_nothing_of_nodes():
+def test_a_tree_in_whose_round_the_request_ended_tells_of_all_its_nodes():
     ((_, found),) = rounds_by_workload(tree_batch(num_delivered=[1, 2, 4, 1]))
-    assert found.trees.num_nodes.tolist() == [5]
+    assert found.trees.nodes.tolist() == [[0, 5, -1], [0, 1, 3]]
+    assert found.trees.is_whole.tolist() == [False, True]
     assert found.num_draft_tokens.tolist() == [1, 3, 2]  # the first request ended with the chain's first token
     assert found.num_accepted_tokens.tolist() == [1, 1, 2]
 

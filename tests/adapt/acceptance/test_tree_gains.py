@@ -9,12 +9,12 @@ def trees(rng: np.random.Generator, chances: np.ndarray, sizes: np.ndarray) -> T
     """Trees whose node i is passed with a given chance."""
     hit = rng.random((len(sizes), len(chances))) < chances
     hit &= np.arange(len(chances)) < sizes[:, None]
-    width = max(int(hit.sum(1).max()), 1)
+    width = max(int(hit.sum(1).max(initial=0)), 1)
     nodes = np.full((len(sizes), width), -1)
     for row, is_hit in enumerate(hit):
         found = np.flatnonzero(is_hit)
         nodes[row, : len(found)] = found
-    return TreeRounds(sizes, nodes)
+    return TreeRounds(sizes, nodes, np.ones(len(sizes), dtype=np.bool_))
 
 
 def test_values_are_the_chances_whatever_the_budgets_were():
@@ -75,7 +75,7 @@ def test_before_a_second_node_was_seen_nodes_are_worth_less_and_less():
 def test_nothing_seen_is_a_guess():
     gains = TreeGains(3, 100.0)
     assert not gains.is_known
-    gains.observe(TreeRounds(np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.int64)))
+    gains.observe(trees(np.random.default_rng(0), np.zeros(0), np.zeros(0, dtype=np.int64)))
     assert not gains.is_known
     assert ((gains.values() > 0) & (gains.values() < 1)).all()
 
