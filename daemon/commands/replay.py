@@ -23,6 +23,7 @@ from honed.daemon.client.terminal import JsonFlag, duration_s, duration_text, em
 from honed.daemon.commands.show import cells
 from honed.daemon.commands.show.cells import Rows
 from honed.daemon.errors import HonedError
+from honed.recalib.registry.durable import is_missing
 
 if TYPE_CHECKING:
     from honed.adapt.control.settings import ControllerSettings
@@ -300,7 +301,7 @@ def _opened(database: Path) -> Iterator[Any]:
 
     from honed.daemon.store.database import connect, reader_cure
 
-    if not database.exists():
+    if is_missing(database):
         cure = "Name the daemon's state folder with --state-dir."
         raise ReplayError(f"there is no database at {database}", cure=cure)
     try:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from glob import glob
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import takewhile
@@ -282,7 +283,7 @@ def _drafter(settings: Settings, status: dict[str, Any] | None) -> tuple[Drafter
 def _active(settings: Settings, status: dict[str, Any] | None) -> str:
     """The active version, or the newest one while no daemon says; "" if there is none."""
     if status is None:
-        return max((folder.name for folder in (settings.paths.registry / "versions").glob("v*")), default="")
+        return max(glob("v*", root_dir=settings.paths.registry / "versions"), default="")
     return (status.get("drafters") or {}).get("active") or ""
 
 
@@ -296,5 +297,5 @@ def _vocabulary(settings: Settings, status: dict[str, Any] | None, command: Sequ
         targets = [str(engine.get("target_path") or "") for engine in (status or {}).get("engines") or []]
         with suppress(RegistryError):
             targets.append(read_manifest(drafter).target_path)
-    target = next((Path(path) for path in targets if path and Path(path).is_dir()), None)
+    target = next((Path(path) for path in targets if path and os.path.isdir(path)), None)
     return vocabulary_tensors(drafter, target) if target else VocabularyTensors()

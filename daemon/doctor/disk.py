@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 
 from honed.daemon.doctor.check import Check
@@ -54,14 +55,14 @@ def growth(settings: Settings, config: DrafterConfig | None, *, has_trainer: boo
         return Growth(events)
     config = config or TYPICAL
     training = trainer.training(settings.recalibration.scope, config.block_size, config.hidden_size)
-    there = [_size(path) for path in (paths.registry / "versions").glob("*/model.safetensors")]
+    there = _sizes(paths.registry / "versions", "*/model.safetensors")
     num_versions = settings.registry.keep_versions + OTHERS if settings.registry.keep_versions else len(there) + 1
     versions = max(0, num_versions * (max(there, default=0) or version_bytes(config, training)) - sum(there))
     if not has_trainer:
         return Growth(events, versions)
     states = 2 * state_bytes(config, training) if trainer.save_state_s else 0
-    written = sum(map(_size, (paths.state_dir / "training").glob("*")))
-    samples = max(0, trainer.spill_bytes - sum(map(_size, (paths.state_dir / "samples").rglob("*"))))
+    written = sum(_sizes(paths.state_dir / "training", "*"))
+    samples = max(0, trainer.spill_bytes - sum(_sizes(paths.state_dir / "samples", "**")))
     return Growth(events, versions, max(0, states - written) + samples)
 
 
@@ -85,6 +86,11 @@ def check_room(state_dir: Path, wanted: Growth, guess: str = "") -> Iterator[Che
         yield Check("disk", "unknown" if is_guess else "warning", f"{text}, {wanted}{guessed}", CURE)
     else:
         yield Check("disk", "ok", f"{text}, {wanted}")
+
+
+def _sizes(folder: Path, pattern: str) -> list[int]:
+    """Sizes of the files below a folder that match; none if it may not be entered."""
+    return [_size(folder / name) for name in glob(pattern, root_dir=folder, recursive=True, include_hidden=True)]
 
 
 def _size(path: Path) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 
 from honed.daemon.doctor.vllm_command import VllmCommand, is_server, parse
@@ -65,8 +66,8 @@ def version_in(site_packages: Path | None, *names: str) -> str:
     """Version of the first of these distributions installed there."""
     if site_packages is not None:
         for name in names:
-            for folder in sorted(site_packages.glob(f"{name}-*.dist-info")):
-                return folder.name.removesuffix(".dist-info").rpartition("-")[2]
+            for folder in sorted(glob(f"{name}-*.dist-info", root_dir=site_packages)):
+                return folder.removesuffix(".dist-info").rpartition("-")[2]
     return ""
 
 
@@ -82,10 +83,10 @@ def site_packages_of(program: str, root: Path = Path("/")) -> Path | None:
     # Not resolved: a virtual environment's python is a link to its base interpreter.
     prefix = Path(program).parent.parent
     found = [
-        site
+        below(root, folder) / site
         for folder in (prefix, prefix / "local")  # Debian's pip installs below /usr/local
         for name in PACKAGES
-        for site in sorted(below(root, folder).glob(f"lib/python3*/{name}"))
+        for site in sorted(glob(f"lib/python3*/{name}", root_dir=below(root, folder)))
     ]
     found.sort(key=lambda site: not version_in(site, *VLLM))
     return Path("/") / found[0].relative_to(root) if found else None

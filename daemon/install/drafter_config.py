@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from honed.adapt.models.trainable import drafts_from_anchor, is_dspark, is_eagle3, is_mtp, is_plain
 from honed.recalib.config.drafter import EAGLE3_TOKENS
 from honed.recalib.config.speculators import is_speculators
+from honed.recalib.registry.durable import is_missing
 
 HUB_TIMEOUT_S = 5.0
 _CURE = "set the draft length with --draft-tokens"
@@ -34,14 +36,14 @@ def read(drafter: str) -> dict[str, Any]:
         ValueError: it isn't found, can't be read, or is no JSON object. The message names the cure.
     """
     path = Path(drafter) / "config.json"
-    if path.exists():
+    if is_there := not is_missing(path):
         what = str(path)
-    elif drafter.startswith((".", "/", "~")) or drafter.count("/") != 1 or Path(drafter).is_dir():
+    elif drafter.startswith((".", "/", "~")) or drafter.count("/") != 1 or os.path.isdir(drafter):
         raise ValueError(f"there is no {path}: {drafter!r} is misspelt, or not a folder on this machine; else {_CURE}")
     else:
         what = f"the config.json of {drafter!r}, which isn't a folder on this machine,"
     try:
-        found = json.loads(path.read_bytes() if path.exists() else _of_hub(drafter))
+        found = json.loads(path.read_bytes() if is_there else _of_hub(drafter))
     except (OSError, ValueError, LookupError) as error:
         raise ValueError(f"{what} can't be read ({error}): {_CURE}") from error
     if not isinstance(found, dict):

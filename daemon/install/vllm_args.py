@@ -6,6 +6,7 @@ Names in, texts out. The list is rendered as shell lines to paste, as a systemd 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -105,7 +106,7 @@ def make(
         raise ValueError(f"{tree_slots} tree slots, but vLLM's V1 sampler takes {MOST_TREE_SLOTS} drafts a request at most")
     if drafter or method:
         raw, unknown = None, ""
-        if drafter and (not method or not (tree_slots or num_draft_tokens) or Path(drafter).is_dir()):
+        if drafter and (not method or not (tree_slots or num_draft_tokens) or os.path.isdir(drafter)):
             try:
                 raw = read(drafter)
             except ValueError as error:

@@ -27,6 +27,7 @@ from honed.adapt.protocol import wire
 from honed.daemon.errors import HonedError, RequestError, UnknownError, there_are
 from honed.daemon.store.batch_tables import read_frame
 from honed.daemon.store.database import reader_cure
+from honed.recalib.registry.durable import is_missing
 
 if TYPE_CHECKING:
     import pyarrow
@@ -159,7 +160,7 @@ def batches(database: Path, chosen: Chosen, tally: Tally) -> Iterator[wire.Event
     """
     import pysqlite3
 
-    if not database.exists():
+    if is_missing(database):
         cure = "Name the daemon's state folder with --state-dir."
         raise UnknownError(f"there is no database at {database}", cure=cure)
     since_ns = _nanoseconds(chosen.since_s or 0.0)

@@ -11,6 +11,7 @@ import fnmatch
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from typing import Protocol
 
@@ -50,7 +51,7 @@ def engine_gpus(engines_dir: Path, patterns: Sequence[str] = ("*",)) -> list[Eng
         patterns: `trainer.yields_to`. Another engine counts only as far as it has told its GPUs.
     """
     found = []
-    for path in sorted(engines_dir.glob("*/busy")):
+    for path in (engines_dir / name for name in sorted(glob("*/busy", root_dir=engines_dir))):
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
             try:

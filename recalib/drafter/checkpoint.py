@@ -25,7 +25,7 @@ from honed.recalib.drafter.drafter import Drafter, Vocabulary
 from honed.recalib.drafter.eagle3 import Eagle3Drafter
 from honed.recalib.drafter.mimo import MimoDrafter
 from honed.recalib.drafter.mtp import MtpDrafter
-from honed.recalib.registry.durable import open_regular, read_document
+from honed.recalib.registry.durable import is_missing, open_regular, read_document
 from honed.recalib.registry.tensor_file import TensorEntry, read_tensor_entries
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -113,10 +113,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Map each tensor to its file, by the index if there is one."""
-    if (folder / INDEX_NAME).exists():
+    if not is_missing(folder / INDEX_NAME):
         try:
             weight_map: dict[str, str] = json.loads(read_document(folder / INDEX_NAME, MAX_INDEX_BYTES))["weight_map"]
-        except (ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{folder / INDEX_NAME} is broken ({error}); fetch the checkpoint again") from error
         return {name: folder / Path(file).name for name, file in weight_map.items()}
     paths = sorted(folder.glob("*.safetensors"))

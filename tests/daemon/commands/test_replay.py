@@ -25,6 +25,7 @@ from honed.daemon.store.batch_tables import StoredBatch, save_hello
 from honed.daemon.store.rollups import count_batch
 from honed.daemon.store.store import Store
 from tests.daemon.fake_engine import make_batch
+from tests.shut_out import shut_out
 from tests.tools import ROOT
 
 Run = Callable[..., Result]
@@ -279,6 +280,14 @@ def test_an_empty_store_ends_with_1(run: Run, store: Store) -> None:
     failed = run("static:1")
     assert failed.exit_code == 1
     assert "no engine has logged" in failed.stderr
+
+
+def test_a_store_that_this_user_may_not_look_for_is_not_called_missing(run: Run, store: Store, tmp_path: Path) -> None:
+    run("static:1")  # imports all
+    with shut_out(tmp_path):
+        failed = run("static:1")
+    assert failed.exit_code == 1
+    assert "the right to read it" in failed.stderr
 
 
 def test_no_store_ends_with_1_and_makes_none(run: Run, tmp_path: Path) -> None:

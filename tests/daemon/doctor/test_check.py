@@ -50,6 +50,7 @@ from honed.recalib.training.progress import Progress
 from tests.daemon.commands.show.test_status import HEALTHY
 from tests.daemon.fake_engine import FakeEngine
 from tests.daemon.small_server import serving
+from tests.shut_out import shut_out
 from tests.tools import ROOT
 
 GIB = 1 << 30
@@ -279,6 +280,10 @@ def test_embeddings_and_heads_are_counted_by_the_files(tmp_path: Path, monkeypat
     active = {"drafters": {"active": elsewhere.version}}
     assert seen(active, []) == unknown
     assert seen(active | {"engines": [{"target_path": target}]}, []) == known
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    with shut_out(closed):
+        assert seen({"engines": [{"target_path": str(closed / "target")}]}, []) == unknown
 
 
 @pytest.mark.parametrize(("state", "is_judged"), [("idle", True), ("collecting", True), ("training", False), ("gating", False)])
@@ -459,6 +464,15 @@ def test_without_a_daemon_it_says_so_once_and_ends_with_1(paths: dict[str, Path]
     result = run("--json")
     assert result.exit_code == 1
     assert set(of(result, "error")) == {"admin socket", "engine socket"}
+
+
+def test_a_user_who_may_not_enter_the_state_folder_is_answered(paths: dict[str, Path]) -> None:
+    """Such as one outside of the service's group."""
+    paths["state_dir"].mkdir()
+    run("--json")  # imports all
+    with shut_out(paths["state_dir"]):
+        result = run("--json")
+    assert of(result, "unknown")["state directory"] == f"{paths['state_dir']}: Permission denied"
 
 
 @pytest.mark.fault("wrong settings that restart for ever")

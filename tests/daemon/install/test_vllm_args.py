@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from honed.daemon.install import vllm_args
+from tests.shut_out import shut_out
 
 RUNTIME_DIR = Path("/run/ho ned$x")
 
@@ -28,6 +29,15 @@ def test_flags_name_our_classes_and_dflash(tmp_path: Path) -> None:
     assert pairs["--scheduler-cls"] == "honed.attach.scheduler.make_scheduler"
     assert pairs["--worker-extension-cls"] == "honed.attach.worker.HonedWorkerExtension"
     assert made.environment == {"HONED_RUNTIME_DIR": str(RUNTIME_DIR)}
+
+
+def test_a_drafter_that_this_user_may_not_look_for_is_not_called_missing(tmp_path: Path) -> None:
+    folder = drafter(tmp_path, block_size=16)
+    with shut_out(tmp_path):
+        with pytest.raises(ValueError, match=r"config.json can't be read .*Permission denied.*--draft-tokens"):
+            vllm_args.make(RUNTIME_DIR, drafter=folder)
+        made = vllm_args.make(RUNTIME_DIR, drafter=folder, method="dflash", num_draft_tokens=4)
+    assert json.loads(made.flags[1])["num_speculative_tokens"] == 4
 
 
 @pytest.mark.parametrize(

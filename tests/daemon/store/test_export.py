@@ -16,6 +16,7 @@ from honed.daemon.errors import RequestError, UnknownError
 from honed.daemon.store import export
 from honed.daemon.store.export import Chosen, ExportError
 from honed.daemon.store.migrations import migrations
+from tests.shut_out import shut_out
 
 SENT_NS = 1_790_000_000_000_000_000
 ROUNDS = (("a", 3, 2), ("b", 0, 0), ("b", 2, 0))
@@ -201,6 +202,12 @@ def test_a_missing_database_is_not_made(tmp_path: Path) -> None:
         export.export(tmp_path / "honed.db", str(tmp_path / "x"), "jsonl", Chosen())
     assert exit_code_of(caught.value) == EXIT_FAILED
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_database_that_this_user_may_not_look_for_is_not_called_missing(database: Path) -> None:
+    with shut_out(database.parent), pytest.raises(ExportError, match="unable to open") as caught:
+        export.export(database, "-", "jsonl", Chosen())
+    assert "the right to read it" in caught.value.cure
 
 
 @pytest.mark.fault("a damaged database blamed on permissions")

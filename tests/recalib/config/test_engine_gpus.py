@@ -9,6 +9,7 @@ import pytest
 
 from honed.attach.engine.busy_flag import BusyFlag
 from honed.recalib.config.engine_gpus import GIVEN_UP_S, AwaitedEngines, EngineGpus, engine_gpus, owner_of, reserve_on
+from tests.shut_out import shut_out
 
 GIB = 1 << 30
 A, B = "6d9c4b9e-8f6b-4f0e-9a53-0d1e2f3a4b5c", "00000000-8f6b-4f0e-9a53-0d1e2f3a4b5c"
@@ -26,6 +27,13 @@ def test_what_an_engine_tells_is_read_whether_it_lives_or_not(tmp_path: Path) ->
     again = BusyFlag(tmp_path / "chat-0" / "busy")
     assert engine_gpus(tmp_path) == [EngineGpus("chat-0", True, None)]
     again.close()
+
+
+def test_engines_that_this_user_may_not_see_are_left_out(tmp_path: Path) -> None:
+    engine = BusyFlag(tmp_path / "engines" / "chat-0" / "busy")
+    with shut_out(tmp_path / "engines"):
+        assert engine_gpus(tmp_path / "engines") == []
+    engine.close()
 
 
 def test_an_engine_that_stays_down_is_given_up(tmp_path: Path) -> None:

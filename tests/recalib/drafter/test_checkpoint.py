@@ -20,7 +20,9 @@ from honed.recalib.drafter.checkpoint import (
     load_target_head,
     read_drafter_config,
     save_drafter,
+    tensor_files,
 )
+from tests.shut_out import shut_out
 
 
 def edit_config(folder: Path, **changes: object) -> None:
@@ -138,6 +140,11 @@ def test_a_bad_checkpoint_is_refused_in_one_line(name: str, drafter_dir: Path, t
     with pytest.raises(CheckpointError, match=message) as caught:
         load_drafter(drafter_dir, target_dir)
     assert "\n" not in str(caught.value)
+
+
+def test_files_that_this_user_may_not_look_for_are_one_error(target_dir: Path) -> None:
+    with shut_out(target_dir), pytest.raises(CheckpointError, match="Permission denied"):
+        tensor_files(target_dir)
 
 
 def rename(folder: Path, names: dict[str, str], extra: dict[str, torch.Tensor] | None = None) -> None:
