@@ -258,6 +258,7 @@ class Service:
             self.engines,
             self.store,
             self.router.send,
+            hang_up=self.router.hang_up,
             on_hello=self.greeting.greet,
             on_batch=self._on_batch,
             on_target_update=self._on_target_update,

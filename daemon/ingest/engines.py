@@ -25,7 +25,7 @@ SEEN_EVERY_S = 3600.0
 """Time after which it is stored again that an engine is there."""
 MOST_ENGINES = 256
 RETIRED_S = 86_400.0
-"""An engine that was away for so long is retired, and forgotten."""
+"""An engine whose process is gone, and that was silent for so long, is retired, and forgotten."""
 MOST_BOOTS_EACH = 16
 """Boots of an engine kept in memory; the database has all."""
 
@@ -228,9 +228,12 @@ class Engines:
         return [engine for engine in self.by_id.values() if self.is_connected(engine, now_s)]
 
     def tick(self, now_s: float) -> None:
-        """Tell of engines that have fallen silent, once; forget those that are retired."""
+        """Tell of engines that have fallen silent, once; forget those that are retired.
+
+        One whose connection lives may only stand still, or the daemon itself has stood still.
+        """
         for engine in list(self.by_id.values()):
-            if now_s - engine.last_seen_s > RETIRED_S:
+            if not engine.boot.peer and now_s - engine.last_seen_s > RETIRED_S:
                 log.info("an engine that was away for a day is forgotten", engine_id=engine.engine_id)
                 self._forget(engine.engine_id)
             elif not engine.is_lost and not self.is_connected(engine, now_s):

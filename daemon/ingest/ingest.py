@@ -46,6 +46,7 @@ class Ingest:
     """Handles the frames of engines and trainers.
 
     Args:
+        hang_up: ends the connection of the peer whose frame is handled.
         on_hello: called after the hello of a new or returning boot of an engine.
         on_batch: called once for each batch, when it is taken.
         on_target_update: called after an engine's vLLM got other target weights.
@@ -57,6 +58,7 @@ class Ingest:
         store: Store,
         send: Callable[[bytes, wire.Ack], None],
         *,
+        hang_up: Callable[[bytes], None],
         on_hello: Callable[[Engine], None],
         on_batch: Callable[[Engine, wire.EventBatch, StoredBatch], None],
         on_target_update: Callable[[Engine], None],
@@ -65,7 +67,7 @@ class Ingest:
         clock: Callable[[], float],
         monotonic: Callable[[], float],
     ) -> None:
-        self._engines, self._store, self._send = engines, store, send
+        self._engines, self._store, self._send, self._hang_up = engines, store, send, hang_up
         self._on_hello, self._on_batch, self._on_target_update = on_hello, on_batch, on_target_update
         self._on_command_result, self._on_trainer = on_command_result, on_trainer
         self._clock, self._monotonic = clock, monotonic
@@ -122,6 +124,7 @@ class Ingest:
             self._take_hello(peer, message)
         elif (engine := self._engines.speaker(message.engine_id, message.boot_id, peer, self._monotonic())) is None:
             self.reject("not_introduced")
+            self._hang_up(peer)  # an engine that was forgotten believes that it is known, until it has to connect again
         elif isinstance(message, wire.EventBatch):
             self._take_batch(engine, message, frame, defect)
         elif isinstance(message, wire.CommandResult):

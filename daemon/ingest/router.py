@@ -139,6 +139,11 @@ class Router:
         self._outgoing.append((peer, wire.encode(message)))
         self._wake()
 
+    def hang_up(self, peer: bytes) -> None:
+        """End a peer's connection, while one of its frames is handled: those behind it are dropped."""
+        if (connection := self._connections.get(peer)) is not None:
+            self._close(connection)
+
     def user_of(self, peer: bytes) -> User | None:
         """The user of the process at the other end; None once it has gone. Thread-safe."""
         connection = self._connections.get(peer)
@@ -231,6 +236,8 @@ class Router:
                 for message in connection.zmtp.receive(data):
                     connection.heard_s = time.monotonic()
                     self._handle(connection.peer, message)
+                    if connection.peer not in self._connections:
+                        return
                 if connection.zmtp.num_bytes:
                     self._bound_incomplete()
                 if time.monotonic() > until_s:

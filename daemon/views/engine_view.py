@@ -29,7 +29,7 @@ class EngineView:
     boot_id: str
     connected: bool
     silent_s: float
-    """Seconds since its latest message. After a day the engine is forgotten."""
+    """Seconds since its latest message. After a day an engine whose process is gone is forgotten."""
     asleep: bool
     """vLLM's sleep mode has removed its weights from the device; no training or swap meanwhile."""
     note: str

@@ -80,6 +80,24 @@ def make_hello(**changes: Any) -> wire.EngineHello:
     return wire.EngineHello(**(fields | changes))
 
 
+def make_status(**changes: Any) -> wire.EngineStatus:
+    """An engine's heartbeat."""
+    fields: dict[str, Any] = {
+        "engine_id": "engine-0",
+        "boot_id": "boot",
+        "num_running": 1,
+        "num_waiting": 0,
+        "policy_generation": 1,
+        "policy_age_s": 0.5,
+        "fallback": "",
+        "drafter_version": "",
+        "drafter_generation": 0,
+        "queue_bytes": 0,
+        "errors": 0,
+    }
+    return wire.EngineStatus(**(fields | changes))
+
+
 class FakeEngine:
     """One connection under one engine id and boot id. Every wait has a deadline and fails with what was received instead."""
 
@@ -179,20 +197,7 @@ class FakeEngine:
         return make_batch(seq, engine_id=self.engine_id, boot_id=self.boot_id, **changes)
 
     def send_status(self, **changes: Any) -> None:
-        fields: dict[str, Any] = {
-            "engine_id": self.engine_id,
-            "boot_id": self.boot_id,
-            "num_running": 1,
-            "num_waiting": 0,
-            "policy_generation": 1,
-            "policy_age_s": 0.5,
-            "fallback": "",
-            "drafter_version": "",
-            "drafter_generation": 0,
-            "queue_bytes": 0,
-            "errors": 0,
-        }
-        self.send(wire.EngineStatus(**(fields | changes)))
+        self.send(make_status(**({"engine_id": self.engine_id, "boot_id": self.boot_id} | changes)))
 
     def wait_acked(self, seq: int) -> None:
         self.expect(wire.Ack, lambda ack: ack.boot_id == self.boot_id and ack.seq >= seq)

@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from honed.adapt.protocol import wire
+from honed.attach.events.model_wait import ModelWait
+from honed.attach.events.publisher import Callbacks, Publisher
+from honed.attach.events.step_log import StepLog
 from honed.daemon.errors import StoreError
 from honed.daemon.ingest.engines import RETIRED_S
 from honed.daemon.metrics.render import render
@@ -21,8 +24,9 @@ from honed.daemon.service import Service
 from honed.daemon.settings.settings import Settings, load
 from honed.daemon.views import views
 from honed.recalib.registry.access import User
+from tests.attach.step_cases import a_step, started
 from tests.daemon.conftest import flags_in, wait_for
-from tests.daemon.fake_engine import FakeEngine
+from tests.daemon.fake_engine import FakeEngine, make_hello, make_status
 from tests.daemon.lifecycle.test_lifecycle import write_checkpoint
 
 MakeEngine = Callable[..., FakeEngine]
@@ -418,16 +422,45 @@ def test_an_engine_that_is_gone_for_a_day_is_forgotten(service: Service, make_en
     with service.lock:
         now_s, since_s = service.monotonic(), service.clock() - 60.0
         service.swaps.tick(now_s)
+        for known in service.engines.by_id.values():
+            known.last_seen_s = now_s - RETIRED_S - 60.0
+        service.engines.tick(now_s)  # the daemon, or both of them, may have stood still
+        assert set(service.swaps._attempts) == set(service.engines.by_id) == {"engine-gone", "engine-there"}
+    gone.reconnect()
+    wait_for(lambda: not service.engines.by_id["engine-gone"].boot.peer, "the connection's end")
+    with service.lock:
         service.engines.by_id["engine-gone"].last_seen_s = now_s - RETIRED_S + 60.0
         service.engines.tick(now_s)
-        assert set(service.swaps._attempts) == set(service.engines.by_id) == {"engine-gone", "engine-there"}
+        assert "engine-gone" in service.engines.by_id
         service.engines.tick(now_s + 120.0)
         assert set(service.swaps._attempts) == set(service.engines.by_id) == {"engine-there"}
         assert {engine_id for engine_id, _ in service.decisions} == {"engine-there"}
         assert not service.load.slots("engine-gone", since_s)
         assert service.load.slots("engine-there", since_s)
-    gone.reconnect()
     assert gone.hello().committed_seq == 1
+
+
+def test_an_engine_that_was_forgotten_on_a_living_connection_comes_back(service: Service) -> None:
+    """It made room for others while it stood still; later all that it sent was refused, as long as vLLM ran."""
+
+    def status(queue_bytes: int) -> wire.EngineStatus:
+        return make_status(queue_bytes=queue_bytes)
+
+    def ignore(_: object) -> None:
+        return
+
+    steps = StepLog()
+    steps.append(started())
+    callbacks = Callbacks(make_hello, status, ignore, ignore, ignore, lambda: None, ignore)
+    endpoint = f"ipc://{service.settings.paths.engine_socket}"
+    publisher = Publisher(endpoint, "engine-0", "boot", steps, 1 << 20, callbacks, ModelWait())
+    publisher.start()
+    for seq in (1, 2):
+        steps.append(a_step(seq))
+        wait_for(lambda seq=seq: boot_row(service).get("committed_seq") == seq, "the batch")  # type: ignore[misc]
+        with service.lock:
+            service.engines._forget("engine-0")
+    publisher.stop()
 
 
 def test_a_status_shows_in_the_engine(service: Service, make_engine: MakeEngine) -> None:

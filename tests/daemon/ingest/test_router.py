@@ -86,3 +86,23 @@ def test_what_a_peer_sent_before_it_died_is_read(folder: Path) -> None:
     wait_for(lambda: len(handled) == 5, "all that it sent")
     wait_for(lambda: not router._connections, "the connection's end")
     router.stop()
+
+
+def test_nothing_is_handled_behind_the_frame_for_which_a_connection_is_ended(folder: Path) -> None:
+    """A hello behind it would introduce a connection whose end nobody tells of any more."""
+    handled: list[bytes] = []
+
+    def on_frame(peer: bytes, message: bytes) -> None:
+        handled.append(message)
+        router.hang_up(peer)
+
+    router = Router(folder / "engine.sock", on_frame)
+    router.start()
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(str(folder / "engine.sock"))
+        peer.sendall(GREETING + READY + frame(b"batch") + frame(b"hello"))
+        peer.settimeout(30.0)
+        while peer.recv(1000):
+            pass
+    router.stop()
+    assert handled == [b"batch"]
