@@ -22,11 +22,16 @@ class HonedError(Exception):
 
 
 class SettingsError(HonedError, ValueError):
-    """A setting that doesn't exist, doesn't parse, isn't allowed, or names what can't be used."""
+    """A setting that doesn't exist, doesn't parse, isn't allowed, or names what can't be used: it stays wrong."""
 
 
 class StartError(HonedError, RuntimeError):
-    """The daemon can't start: state in use, port in use, unusable SQLite, a path that can't be made."""
+    """The daemon can't start now: state in use, port in use, unusable SQLite, a path that can't be made, a file that's away."""
+
+
+def refused(message: str, error: OSError) -> SettingsError | StartError:
+    """The error for what the system refuses of a setting: a missing right stays missing, all else may come, as a mount does."""
+    return SettingsError(message) if isinstance(error, PermissionError) else StartError(message)
 
 
 class StoreError(HonedError, OSError):

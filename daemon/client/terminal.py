@@ -89,7 +89,7 @@ def socket_of(paths: PathSettings) -> Path:
 
 def load_settings(config: Path | None, *, exit_code: int = EXIT_USAGE, **paths: Path | None) -> Settings:
     """The daemon's settings. Paths of None are ignored. Wrong ones end the process, with the errors and this exit code."""
-    from honed.daemon.errors import SettingsError
+    from honed.daemon.errors import SettingsError, StartError
     from honed.daemon.settings.settings import load
 
     given = {name: path for name, path in paths.items() if path is not None}
@@ -97,6 +97,8 @@ def load_settings(config: Path | None, *, exit_code: int = EXIT_USAGE, **paths: 
         return load(config, {"paths": given} if given else None)
     except SettingsError as error:
         fail(str(error), exit_code=exit_code)
+    except StartError as error:
+        fail(str(error), exit_code=EXIT_USAGE)
 
 
 @contextmanager

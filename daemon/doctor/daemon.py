@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from honed.daemon.doctor.check import Check
-from honed.daemon.errors import SettingsError
+from honed.daemon.errors import HonedError
 from honed.daemon.settings.sections import HttpSettings
 from honed.daemon.views.findings import findings
 
@@ -68,7 +68,7 @@ def check_metrics(http: HttpSettings, fetch: Fetch) -> Iterator[Check]:
             from honed.daemon.settings.web_config import WebConfigFile
 
             scheme = "http" if WebConfigFile(http.metrics_web_config).context is None else "https"
-        except (ImportError, SettingsError):  # vLLM's environment lacks what it needs; `check_start` says what is wrong
+        except (ImportError, HonedError):  # vLLM's environment lacks what it needs; `check_start` says what is wrong
             scheme = "https"
         port = address.rpartition(":")[2]
         tls = "" if scheme == "http" else f"--cacert CERTIFICATE --resolve HOST:{port}:127.0.0.1 "

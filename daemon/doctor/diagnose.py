@@ -30,7 +30,7 @@ from honed.daemon.doctor import vllm_processes
 from honed.daemon.doctor.check import Check
 from honed.daemon.doctor.service_environment import ENVIRONMENT, STATE_DIR, check_paths, service_environment
 from honed.daemon.doctor.vllm_command import VllmCommand, parse
-from honed.daemon.errors import SettingsError
+from honed.daemon.errors import HonedError
 from honed.daemon.settings.settings import Settings, load
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.config.engine_gpus import engine_gpus
@@ -72,7 +72,7 @@ def diagnose(asked: Asked, connection: Connection) -> list[Check]:
             settings = load(config)
             if socket_of(settings.paths) != settings.paths.admin_socket:
                 settings = load(config, {"paths": {"state_dir": STATE_DIR, "runtime_dir": SERVICE_DIR}})
-    except SettingsError as error:
+    except HonedError as error:
         wrong = Check("settings", "error", str(error), "Correct it: the daemon can't start with it.")
         return [*checks, wrong, *_command(asked.command)]
     read_from = f"{config} and {ENVIRONMENT}" if env is not None and ENVIRONMENT.is_file() else config

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from honed.daemon.doctor.check import Check
-from honed.daemon.errors import SettingsError
+from honed.daemon.errors import HonedError
 from honed.daemon.settings.settings import Settings
 from honed.daemon.settings.tokens import credential_folders, load_tokens
 from honed.recalib.registry.manifest import RegistryError
@@ -37,7 +37,7 @@ def check_start(settings: Settings, *, is_service: bool) -> Iterator[Check]:
     def tried(subject: str, start: Callable[[], object], fine: str) -> Check:
         try:
             start()
-        except (SettingsError, RegistryError) as error:
+        except (HonedError, RegistryError) as error:
             if is_service and isinstance(error.__cause__, PermissionError):
                 return Check(subject, "unknown", str(error), "Run `sudo honed doctor`.")
             return Check(subject, "error", str(error), CURE)

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from honed.daemon.api.access import USER_ID
 from honed.daemon.api.app import make_app, make_read_only_app
-from honed.daemon.errors import HonedError, SettingsError, StartError
+from honed.daemon.errors import HonedError, SettingsError, refused
 from honed.daemon.ingest.router import bind_unix, most_connections
 from honed.daemon.service import Service
 from honed.daemon.settings import listen
@@ -223,6 +223,5 @@ def bind_tcp(address: str, setting: str = "http.metrics_listen", *, is_remote: b
     except OSError as error:
         listener.close()
         text = f'{setting} {address}: {error.strerror}; set another address, or "" for none'
-        refusal = SettingsError if isinstance(error, PermissionError) else StartError  # ports below 1024 are root's
-        raise refusal(text) from error
+        raise refused(text, error) from error  # ports below 1024 are root's
     return listener

@@ -241,7 +241,7 @@ def main() -> int:
     """`python -m honed.daemon.process.serve`: settings from file and environment only."""
     try:
         settings = load()
-    except SettingsError as error:
+    except HonedError as error:
         return refuse(error)
     return run(settings)
 

@@ -23,7 +23,7 @@ from pydantic_settings import (
 
 from honed.adapt.control.settings import ControllerSettings
 from honed.adapt.monitor.canary import CanarySettings
-from honed.daemon.errors import SettingsError
+from honed.daemon.errors import SettingsError, refused
 from honed.daemon.settings import variables
 from honed.daemon.settings.sections import (
     CanarySection,
@@ -95,6 +95,7 @@ def load(config: Path | None = None, flags: Mapping[str, Any] | None = None, env
 
     Raises:
         SettingsError: all errors, a line each, with the source and the allowed values.
+        StartError: the file can't be read now.
     """
     path = config or (Path(env["HONED_CONFIG"]) if env.get("HONED_CONFIG") else None)
     given = Given(flags or {}, env, path, _read_toml(path) if path else {})
@@ -133,7 +134,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
-        raise SettingsError(f"settings file {path}: {error.strerror}") from error
+        raise refused(f"settings file {path}: {error.strerror}", error) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"settings file {path}: {error}") from error
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from honed.daemon.errors import SettingsError
+from honed.daemon.errors import SettingsError, refused
 
 Role = Literal["read", "admin"]
 CREDENTIALS: dict[Role, str] = {"read": "honed-read-token", "admin": "honed-admin-token"}
@@ -47,6 +47,7 @@ def load_tokens(read_file: Path | None, admin_file: Path | None, folders: Sequen
 
     Raises:
         SettingsError: admin token missing, unreadable or too weak; names the place and the cure.
+        StartError: a file can't be read now.
     """
     given: dict[Role, Path | None] = {"read": read_file, "admin": admin_file}
     found: dict[Role, bytes] = {}
@@ -72,8 +73,10 @@ def _read(role: Role, path: Path | None, folders: Sequence[Path]) -> str:
         except FileNotFoundError as error:
             if path is None:
                 continue
-            raise SettingsError(f"the {role} token's file {place} doesn't exist") from error
-        except (OSError, UnicodeDecodeError) as error:
+            raise refused(f"the {role} token's file {place} doesn't exist", error) from error
+        except OSError as error:
+            raise refused(f"the {role} token's file {place} can't be read: {error}", error) from error
+        except UnicodeDecodeError as error:
             raise SettingsError(f"the {role} token's file {place} can't be read: {error}") from error
         if len(secret) < MIN_LENGTH or not _TOKEN.fullmatch(secret):
             make = f"make one with `openssl rand -hex 32 > {place}`"

@@ -20,7 +20,7 @@ import structlog
 import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
-from honed.daemon.errors import SettingsError
+from honed.daemon.errors import HonedError, SettingsError, refused
 from honed.daemon.settings import listen
 from honed.daemon.settings.plain_errors import sentence
 from honed.daemon.settings.sections import HttpSettings
@@ -100,7 +100,8 @@ class WebConfigFile:
         path: the file.
 
     Raises:
-        SettingsError: it, or what it names, can't be read, or says something unknown.
+        SettingsError: it, or what it names, may not be read, or says something unknown.
+        StartError: it, or what it names, can't be read now, or the certificate isn't its key's yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,7 +124,7 @@ class WebConfigFile:
             config, context = _load(self._path)
             if change := _needs_a_restart(self.config, config):
                 raise SettingsError(f"the web config {self._path} {change}: restart honed for that")
-        except SettingsError as error:
+        except HonedError as error:
             self._failed, self.fault = stamp, str(error)
             log.warning("the changed web config can't be used, so the last one holds", error=str(error))
         else:
@@ -157,6 +158,7 @@ def web_config_of(http: HttpSettings) -> WebConfigFile | None:
 
     Raises:
         SettingsError: it can't be used, or leaves an address that other hosts reach without TLS.
+        StartError: it can't be used now.
     """
     if http.metrics_web_config is None:
         return None
@@ -188,7 +190,7 @@ def _load(path: Path) -> tuple[WebConfig, ssl.SSLContext | None]:
     try:
         found = WebConfig.model_validate(yaml.safe_load(path.read_text()) or {})
     except OSError as error:
-        raise SettingsError(f"{where} can't be read: {error.strerror}") from error
+        raise refused(f"{where} can't be read: {error.strerror}", error) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SettingsError(f"{where} isn't YAML: {' '.join(str(error).split())}") from error
     except ValidationError as error:
@@ -197,8 +199,9 @@ def _load(path: Path) -> tuple[WebConfig, ssl.SSLContext | None]:
         return found, None
     try:
         return found, found.tls_server_config.context(path.parent)
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise SettingsError(f"{where}: the certificate, its key or the clients' authority can't be used: {error}") from error
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError: in a renewal the certificate may come before its key
+        text = f"{where}: the certificate, its key or the clients' authority can't be used: {error}"
+        raise (refused(text, error) if isinstance(error, OSError) else SettingsError(text)) from error
 
 
 def _fault(error: Mapping[str, Any]) -> str:

@@ -118,7 +118,8 @@ def open_url(url: str) -> tuple[Any, str]:
     try:
         made: tuple[Any, str] = fsspec.core.url_to_fs(url, **_OPTIONS.get(url.partition(":")[0], {}))
     except Exception as error:  # what its file system raises, such as "Install s3fs to access S3" and "Protocol not known: …"
-        kind = UrlError if isinstance(error, ImportError | TypeError | ValueError) else RegistryError
+        is_lasting = isinstance(error, ImportError | TypeError | ValueError) and not isinstance(error, OSError)
+        kind = UrlError if is_lasting else RegistryError
         raise kind(without_credentials(f"registry.url = {url!r} can't be used: {error}")) from error
     return made
 

@@ -121,6 +121,13 @@ def test_a_typo_in_the_settings_names_the_key_and_ends_with_2_or_a_service_with_
         assert "max_raw_bytes" in result.stderr
 
 
+@pytest.mark.parametrize("command", ["status", "serve", "train"])
+def test_a_settings_file_that_may_still_come_ends_with_2(run: Run, tmp_path: Path, command: str) -> None:
+    result = run("--config", tmp_path / "none.toml", command)
+    assert result.exit_code == 2
+    assert f"settings file {tmp_path / 'none.toml'}: No such file" in result.stderr
+
+
 @pytest.mark.fault("wrong settings that restart for ever")
 @pytest.mark.parametrize(("is_there", "says"), [(False, "needs PyTorch"), (True, "built for the CPU")])
 def test_a_trainer_that_can_never_work_ends_with_78(

@@ -140,7 +140,6 @@ def test_captured_lengths_that_leave_one_to_choose_or_do_not_matter_are_taken(co
             {"flags": {"http": {"metrics_listen": "127.0.0.1:9465", "admin_listen": "localhost:9465"}}},
             "settings [http]: metrics_listen and admin_listen both take port 9465 of 127.0.0.1: change one",
         ),
-        ({"env": {"HONED_CONFIG": "/does/not/exist"}}, "No such file"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(given: dict[str, Any], says: str) -> None:

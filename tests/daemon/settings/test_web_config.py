@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import gc
+import os
 import socket
 import ssl
 import subprocess
@@ -24,7 +26,7 @@ import yaml  # type: ignore[import-untyped]
 
 from honed.daemon.api.limits import answer
 from honed.daemon.api.passwords import _REMEMBERED, Passwords
-from honed.daemon.errors import SettingsError
+from honed.daemon.errors import SettingsError, StartError
 from honed.daemon.process import http_server
 from honed.daemon.process.http_server import HttpServer
 from honed.daemon.service import Service
@@ -302,7 +304,6 @@ def test_connections_that_say_nothing_leave_room_for_the_daemons_own(
         ("tls_server_config: {cert_file: a, key_file: b, client_auth_type: RequireAnyClientCert}", "must be 'NoClientCert', "),
         ("tls_server_config: 5", "tls_server_config must be a group of keys with values"),
         ("tls_server_config: {cert_file: a, key_file: b, client_auth_type: RequireAndVerifyClientCert}", "client_ca_file"),
-        ("tls_server_config: {cert_file: a, key_file: b}", "can't be used.*No such file"),
         ("basic_auth_users: {me: secret}", "'me' isn't a bcrypt hash.*htpasswd"),
     ],
 )
@@ -314,6 +315,41 @@ def test_what_a_file_has_wrong_is_named(tmp_path: Path, text: str, why: str) -> 
     assert "secret" not in str(raised.value)
 
 
-def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"none\.yml can't be read: No such file"):
-        WebConfigFile(tmp_path / "none.yml")
+@pytest.mark.parametrize("name", ["web.yml", "server.crt", "server.key"])
+@needs("openssl")
+def test_a_file_that_is_missing_is_named_and_may_still_come(tmp_path: Path, tls: dict[str, Any], name: str) -> None:
+    web_config = write(tmp_path, tls_server_config=tls)
+    (tmp_path / name).unlink()
+    with pytest.raises(StartError, match=f"{name}.*: No such file" if name == "web.yml" else "certificate.* No such file"):
+        WebConfigFile(web_config)
+
+
+@needs("openssl")
+def test_a_start_between_a_new_certificate_and_its_key_is_tried_again(tmp_path: Path, tls: dict[str, Any]) -> None:
+    """It ended the service for good. A running daemon keeps the last ones meanwhile."""
+    web_config = write(tmp_path, tls_server_config=tls)
+    running = WebConfigFile(web_config)
+    make_certificate(tmp_path, "renewed")
+    (tmp_path / "renewed.crt").replace(tmp_path / "server.crt")
+    with pytest.raises(StartError, match="MISMATCH"):
+        WebConfigFile(web_config)
+    context = running.context
+    running.refresh()
+    assert "MISMATCH" in running.fault
+    assert running.context is context
+    (tmp_path / "renewed.key").replace(tmp_path / "server.key")
+    running.refresh()
+    assert not running.fault
+    assert running.context is not context
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.EACCES, SettingsError), (errno.EIO, StartError)])
+def test_a_missing_right_stays_so_and_a_disk_may_heal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
+) -> None:
+    def refuse(path: Path) -> str:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(kind, match=os.strerror(number)):
+        WebConfigFile(tmp_path / "web.yml")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import secrets
+import ssl
 import time
 from pathlib import Path
 from typing import Any
@@ -360,14 +361,15 @@ def test_a_place_that_its_file_system_refuses_is_named(tmp_path: Path) -> None:
         SharedRegistry("github://", Registry(tmp_path / "here"))
 
 
-def test_a_place_that_is_away_is_no_wrong_url(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [ConnectionRefusedError(111, "it refuses"), ssl.SSLCertVerificationError(1, "it refuses")])
+def test_a_place_that_is_away_is_no_wrong_url(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
     """Some protocols connect at once, and the place may come back."""
 
     def refuse(url: str, **options: object) -> None:
-        raise ConnectionRefusedError(111, "Connection refused")
+        raise error
 
     monkeypatch.setattr("fsspec.core.url_to_fs", refuse)
-    with pytest.raises(RegistryError, match="Connection refused") as raised:
+    with pytest.raises(RegistryError, match="it refuses") as raised:
         open_url("sftp://host/honed")
     assert not isinstance(raised.value, UrlError)
 
