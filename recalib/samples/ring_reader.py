@@ -211,9 +211,11 @@ class _RingFile:
         os.close(self._fd)
 
     def is_at(self, path: Path) -> bool:
-        """Return whether the path still names this file, or nothing: a stopped engine may come back."""
+        """Return whether the path still names this file, as far as it can be told."""
         try:
             status = os.lstat(path)
+        except FileNotFoundError:
+            return False  # an engine that starts without capture removes it
         except OSError:
             return True
         return (status.st_dev, status.st_ino) == self._identity

@@ -380,19 +380,31 @@ def test_each_of_two_that_erase_is_noticed_by_all_others(path: Path) -> None:
     assert [each.poll().is_purged for each in (reader, first, second)] == [True, True, False]
 
 
+def num_open(path: Path) -> int:
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(link).startswith(str(path)) for link in links if os.path.islink(link))
+
+
 def test_the_file_is_closed_with_its_reader(path: Path) -> None:
     os.close(make(path)._fd)
-
-    def count() -> int:
-        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-        return sum(os.readlink(link) == str(path) for link in links if os.path.islink(link))
-
     reader = RingReader(path)
     reader.poll()
-    assert count() == 1
+    assert num_open(path) == 1
     os.close(make(path)._fd)
     reader.poll()
     reader.poll()
-    assert count() == 1
+    assert num_open(path) == 1
     del reader
-    assert count() == 0
+    assert num_open(path) == 0
+
+
+def test_a_ring_that_its_engine_has_removed_is_read_to_its_end_and_closed(path: Path) -> None:
+    """An engine that starts without capture removes it. While it is open, it takes as much memory as ever."""
+    os.close(make(path)._fd)
+    reader = RingReader(path)
+    assert len(reader.poll(2).records) == 2
+    path.unlink()
+    assert firsts(reader, polls=2) == [40, 60, 80]
+    assert num_open(path) == 0
+    os.close(make(path)._fd)
+    assert reader.poll().is_new_ring
