@@ -29,6 +29,7 @@ from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.gate.gate import GateSettings
 from honed.recalib.process.busy_flags import Preemptions
 from honed.recalib.process.contexts import contexts_of
+from honed.recalib.process.cores import usable_cores
 from honed.recalib.process.recalibration import Recalibration
 from honed.recalib.process.spare_time import SpareTime
 from honed.recalib.process.trainer_link import TrainerLink
@@ -353,7 +354,7 @@ def stand_back(settings: TrainerSettings) -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else a process on each core, beside vLLM
     if settings.nice:
         os.nice(settings.nice)
-    torch.set_num_threads(settings.torch_threads or max(1, len(os.sched_getaffinity(0)) // 2))
+    torch.set_num_threads(settings.torch_threads or max(1, usable_cores() // 2))
 
 
 def import_late_parts() -> None:
