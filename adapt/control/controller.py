@@ -31,6 +31,8 @@ _YOUNG_EXPLORING = 5.0
 _COMPARE_SHARE = 0.1
 """Where drafts aren't worth their time, two versions would take hours to show which is better. The cost, at most a draft's pass
 in so many steps, lasts only as long as they take turns."""
+_SETTLING_BATCHES = 64
+"""Batches from the end of turns within which the version that stays may come back: a busy engine sends four per second."""
 _CHANGES_KEPT = 32
 
 
@@ -56,6 +58,9 @@ class EngineController:
         self._steps = StepBeliefs(self.settings.step_time, self.settings.captured_tokens)
         self._drafter_version = ""  # its last name
         self._turns: frozenset[str] = frozenset()
+        self._settling: tuple[frozenset[str], int] = frozenset(), 0
+        """Versions that took turns, and the number of the batch until which the engine may go over to the one that stays."""
+        self._num_batches = 0
         self.turns_ended = 0
         """How often turns were ended."""
         self._is_to_restart = False
@@ -86,8 +91,12 @@ class EngineController:
         self._restart()
         if batch.drafter_version not in ("", self._drafter_version):  # "": the same weights, not yet named by the daemon
             before, self._drafter_version = self._drafter_version, batch.drafter_version
-            if not {before, batch.drafter_version} <= self._turns:
-                self._acceptance.take_new_weights(batch.drafter_version, is_swap=before != "")
+            pair, (settling, until) = {before, batch.drafter_version}, self._settling
+            if not pair <= self._turns:
+                is_known = before == "" or (pair <= settling and self._num_batches < until)
+                self._acceptance.take_new_weights(batch.drafter_version, is_swap=not is_known)
+                self._settling = frozenset(), 0
+        self._num_batches += 1
         if batch.boot_id != self._boot_id:
             self._boot_id = batch.boot_id
             self._steps.new_clock()
@@ -105,9 +114,11 @@ class EngineController:
     def end_turns(self) -> None:
         """Keep one version: forget the estimates when another appears, and restart the drift tests.
 
-        It waits for nothing: what is being learned is followed by the restart.
+        What was learned holds for the version that stays, whichever served last. This waits for nothing: what is being learned
+        is followed by the restart.
         """
         if self._turns:
+            self._settling = self._turns, self._num_batches + _SETTLING_BATCHES
             self._turns, self._is_to_restart = frozenset(), True
             self.turns_ended += 1
 

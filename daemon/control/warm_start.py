@@ -33,13 +33,14 @@ SELECT boot_id, frame FROM batches
 WHERE id IN (SELECT id FROM batches WHERE engine_id = ? ORDER BY id DESC LIMIT ?) AND malformed = '' ORDER BY id
 """
 """Chosen from the index alone: of all other batches no frame is read."""
+_LAST_TRIAL = "SELECT old, new, ended_unix_s FROM canaries ORDER BY began_unix_s DESC LIMIT 1"
 
 
 class WarmStart:
     """Makes the controllers of engines that say hello. Guarded by the service's lock, which the background takes itself.
 
     Args:
-        tell_of_trial: tells a controller which versions take turns; called before and after it learns.
+        tell_of_trial: tells a controller which versions take turns; called after it has learned.
         on_ready: called once an engine has its controller.
     """
 
@@ -74,9 +75,6 @@ class WarmStart:
                 self._steering.give(engine, None, 0)
             return
         controller = self._steering.new_controller(hello)
-        if controller is not None:
-            with self._lock:
-                self._tell_of_trial(controller)
         learned, learned_seq = 0, 0
         try:
             if controller is not None:
@@ -99,6 +97,8 @@ class WarmStart:
 def learn_from_log(database: Path, hello: EngineHello, controller: EngineController) -> tuple[int, int]:
     """Let a new controller learn from its engine's stored batches. A record that can't be read is passed over, and logged.
 
+    Until the last trial's end its two versions take turns, as they did then.
+
     Returns their number, and the last one's number in the boot of the hello (0: none is of that boot).
     Raises pysqlite3.Error if the database can't be read.
     """
@@ -107,8 +107,11 @@ def learn_from_log(database: Path, hello: EngineHello, controller: EngineControl
     try:
         said = connection.conn.execute(_BOOTS, [hello.engine_id]).fetchall()
         rows = connection.conn.execute(_NEWEST, (hello.engine_id, MOST_BATCHES)).fetchall()
+        trial = connection.conn.execute(_LAST_TRIAL).fetchone()
     finally:
         connection.close()
+    old, new, ended_unix_s = trial or ("", "", None)
+    controller.take_turns({old, new} if trial else ())
     boots = {boot for boot, text in said if _is_alike(boot, text, hello)} | {hello.boot_id}
     for boot_id, frame in rows:
         if boot_id not in boots:
@@ -116,6 +119,8 @@ def learn_from_log(database: Path, hello: EngineHello, controller: EngineControl
         try:
             if (batch := read_frame(frame)) is None:
                 raise ValueError("not an event batch")
+            if ended_unix_s is not None and batch.sent_unix_ns > 1e9 * ended_unix_s:
+                controller.end_turns()
             controller.observe(batch)  # its alarms are stored already, see `drift_alarms`
         except Exception as error:
             why = str(error) or type(error).__name__

@@ -404,8 +404,24 @@ def test_versions_that_take_turns_are_believed_in_together():
         assert known > before  # nothing was forgotten: both drafters get the same lengths
     controller.end_turns()
     assert controller.propose(0.0).compare_share == 0.0
+    for version in ("v2", "v1"):  # the one that stays needn't be the one that served last
+        engine.run(1, version=version)
+        known, before = rounds_known(controller), known
+        assert known > before
     engine.run(1, version="v2")
-    assert rounds_known(controller) > known
+    assert rounds_known(controller) < known
+
+
+def test_of_versions_that_took_turns_long_ago_the_other_is_a_swap():
+    controller = make_controller(mode="static", static_k=5)
+    engine = Engine(controller)
+    controller.take_turns(["v1", "v2"])
+    for version in ("v1", "v2"):
+        engine.run(1, version=version)
+    controller.end_turns()
+    for _ in range(64):
+        controller.observe(make_batch([], [], version="v2"))
+    known = rounds_known(controller)
     engine.run(1, version="v1")
     assert rounds_known(controller) < known
 

@@ -110,6 +110,27 @@ def test_an_engine_that_is_started_again_is_known_when_it_is_as_it_was(life: Lif
     assert num_steps(beliefs(service)) == 0
 
 
+@pytest.mark.parametrize("in_trial", [True, False])
+def test_what_versions_in_turn_taught_is_known_after_their_trial(life: Life, make_engine: MakeEngine, in_trial: bool) -> None:
+    """Each turn counted as a swap, of whose weights nothing is known."""
+    service, engine = life.start(), make_engine(boot_id="first")
+    engine.hello()
+    for seq in range(1, BATCHES + 1):
+        engine.send(engine.batch(seq, rounds=16, drafter_version="ab"[seq // 2 % 2]))
+    engine.wait_acked(BATCHES)
+    learned(service)
+    life.stop()
+    row = dict(operation_id="op", kind="canary", old="a", new="b", new_key="", began_unix_s=0.0, text="", state="{}")
+    row |= dict(ended_unix_s=2e9 if in_trial else 0.0, decision="worse")
+    with connect(life.settings.paths.database).conn as stored:
+        names, places = ", ".join(row), ", ".join(f":{name}" for name in row)
+        stored.execute(f"INSERT INTO canaries ({names}) VALUES ({places})", row)
+    after = life.start()
+    make_engine(boot_id="second").hello()
+    trials = learned(after)["workloads"]["default"]["trials"][0]
+    assert (trials > 50.0) == in_trial
+
+
 @pytest.mark.fault("stored records that can't be read")
 def test_records_that_cannot_be_read_are_passed_over(life: Life, make_engine: MakeEngine) -> None:
     service, engine = life.start(), make_engine(boot_id="first")
