@@ -1,8 +1,8 @@
 """Answers an engine's hello with the committed number and the engine's registered version.
 
-An engine sends nothing before its welcome, which needs its version. Reading an unknown checkpoint takes long, so it happens
-in the background: one after another of the same folder, those of several folders at the same time. What couldn't be read is
-looked at again with growing pauses: the disk may have room by then, or the mount answer.
+An engine sends nothing before its welcome, which needs its version, if its drafter is one that honed trains. Reading an unknown
+checkpoint takes long, so it happens in the background: one after another of the same folder, those of several folders at the
+same time. What couldn't be read is looked at again with growing pauses: the disk may have room by then, or the mount answer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
+from honed.adapt.models.drafter_tensor_names import METHODS
 from honed.adapt.protocol import wire
 from honed.daemon.ingest.engines import Boot, Engine
 from honed.daemon.store import batch_tables
@@ -31,7 +32,7 @@ class Greeting:
     Args:
         user_of: returns the user of the process at a connection's other end.
         in_background: runs a job; those that touch the same thing, its second argument, one after another.
-        identify: returns the registry's version of the checkpoint of a user's hello, "" without one; may read all of it.
+        identify: returns the registry's version of the checkpoint of a user's hello; may read all of it, and its target.
         is_kept: whether a version is in the registry.
         learn_target: reads what tells a target from others; returns whether it is known then.
         on_hello: called before the version is known.
@@ -94,9 +95,11 @@ class Greeting:
                 self._look_for_version(engine, hello)
 
     def _needs_no_version(self, engine: Engine) -> bool:
-        """Whether the registry has the version that an engine names, or its weights are nobody's version."""
-        live = engine.live_version
-        return live in (wire.LOST_DRAFTER, wire.FOREIGN_DRAFTER) or (live != "" and self._is_kept(live))
+        """Whether the registry has the version that an engine names, or its weights can be nobody's version."""
+        live, hello = engine.live_version, engine.hello
+        if live in (wire.LOST_DRAFTER, wire.FOREIGN_DRAFTER) or (live != "" and self._is_kept(live)):
+            return True
+        return hello is None or not hello.drafter_path or hello.method not in METHODS
 
     def _learn_soon(self, engine: Engine, hello: wire.EngineHello) -> None:
         self._in_background(lambda: self._learn(engine, hello), hello.target_path)
@@ -123,9 +126,8 @@ class Greeting:
         if (engine.engine_id, *_paths(hello)) != awaited:
             return  # another job looks for what it has named since
         try:
-            is_target_known = self._learn_target(hello.target_path)
             version = self._identify(hello, user)
-            is_read = is_target_known
+            is_read = True
         except RegistryError as error:
             cure = f"; {READABLE}" if isinstance(error.__cause__, OSError) else ""
             note = f"its drafter can't be retrained: {error}{cure}"
@@ -149,6 +151,7 @@ class Greeting:
                 engine.live_version = version
             if is_news or not engine.is_welcome:
                 self._welcome(engine)
+            self._learn_soon(engine, hello)
 
     def _welcome(self, engine: Engine) -> None:
         boot, engine.is_welcome = engine.boot, True

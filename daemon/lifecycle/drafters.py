@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import structlog
 
-from honed.adapt.models.drafter_tensor_names import METHODS
 from honed.adapt.protocol.wire import EngineHello
 from honed.daemon.errors import ConflictError, PreconditionError, StoreError, UnknownError, there_are
 from honed.recalib.registry.access import User
@@ -42,18 +41,19 @@ class Drafters:
         self._read: dict[str, tuple[float, object]] = {}
         """Versions with intact files -> time of reading, and state of the files then."""
         self._identified: dict[tuple[Path, str], tuple[str, object]] = {}
-        """Folders and targets that engines named -> version, and state of the folder's files when they were read."""
+        """Folders and targets that engines named -> version, and state of both's files when they were read."""
         self._targets: dict[str, tuple[object, str]] = {}
         """Targets that engines named -> state of their files when they were read, and their digest."""
         self._damaged: dict[str, tuple[object, str]] = {}
         """Versions with damaged files -> state of the files when that was found, and the damage."""
 
     def identify(self, hello: EngineHello, user: User | None) -> str:
-        """The registry version of an engine's checkpoint, imported if needed; "" if it has none that honed trains.
+        """The registry version of an engine's checkpoint of one of honed's methods, imported if needed.
 
-        Reads the whole checkpoint unless its files are those of last time, so don't call it on the router's thread. Several
-        threads may call it, one at a time for a folder. The first checkpoint ever becomes `active` and `floor`, the version
-        that is never pruned and always available for a roll-back. An alias that was set stays, even if it is damaged.
+        Reads the whole checkpoint, and learns its target, unless their files are those of last time, so don't call it on the
+        router's thread. Several threads may call it, one at a time for a folder. The first checkpoint ever becomes `active` and
+        `floor`, the version that is never pruned and always available for a roll-back. An alias that was set stays, even if it
+        is damaged.
 
         Args:
             user: the engine's; None, unknown, may read nothing.
@@ -61,22 +61,21 @@ class Drafters:
         Raises:
             RegistryError: it can't be read here, isn't a drafter's or can't be registered.
         """
-        if not hello.drafter_path or hello.method not in METHODS:
-            return ""
         if user is None:
             raise RegistryError("the user of its process is unknown")
         folder = Path(hello.drafter_path)
-        stamp = stamp_of_target(str(folder))  # an MTP head's folder is a target; a drafter's has the same files
         place = folder, hello.target_path
-        known, stamp_then = self._identified.get(place, ("", None))
-        if stamp is not None and stamp == stamp_then and not self.fault(known):
+        stamps = stamp_of_target(str(folder)), stamp_of_target(hello.target_path)  # a drafter's folder has the same files
+        known, stamps_then = self._identified.get(place, ("", None))
+        if stamps[0] is not None and stamps == stamps_then and not self.fault(known):
             self._set_first(known)
             return known
+        self.learn_target(hello.target_path)
         take = self.registry.import_head if hello.method == "mtp" else self.registry.import_checkpoint
         manifest = take(folder, target_path=hello.target_path, note=f"loaded by engine {hello.engine_id}", user=user)
         if len(self._identified) >= MOST_IDENTIFIED:
             self._identified.clear()
-        self._identified[place] = manifest.version, stamp
+        self._identified[place] = manifest.version, stamps
         self._set_first(manifest.version)
         return manifest.version
 

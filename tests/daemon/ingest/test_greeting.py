@@ -63,11 +63,9 @@ class Host:
         self.greeting.tick(list(self.engines.by_id.values()), now_s)
         self.work()
 
-    def greet(self, version: str = "", drafter_path: str = "") -> Engine:
-        fields: dict[str, Any] = dict.fromkeys(
-            ("model_name", "target_path", "drafter_path", "vllm_version", "honed_version", "runner", "method"), ""
-        )
-        fields |= {"target_path": "/models/tiny", "drafter_path": drafter_path}
+    def greet(self, version: str = "", drafter_path: str = "/drafter", method: str = "dflash") -> Engine:
+        fields: dict[str, Any] = dict.fromkeys(("model_name", "vllm_version", "honed_version", "runner"), "")
+        fields |= {"target_path": "/models/tiny", "drafter_path": drafter_path, "method": method}
         fields |= {"wire_version": wire.WIRE_VERSION, "num_spec_tokens": 3, "max_num_seqs": 8}
         hello = wire.EngineHello(engine_id="engine-0", boot_id="boot", drafter_version=version, **fields)
         engine = self.engines.introduce(hello, b"peer", 0.0)
@@ -96,6 +94,28 @@ def test_an_engine_that_names_its_version_is_welcome_at_once(host: Host, store: 
     assert engine.policy_sent_s == float("-inf"), "it gets a policy anew"
     assert store.drain(10)
     assert store.read("SELECT hello FROM boots")[0]["hello"].startswith('{"type":"EngineHello"')
+
+
+@pytest.mark.parametrize(("path", "method"), [("", "ngram"), ("/models/small", "draft_model"), ("", "dflash")])
+def test_an_engine_without_a_drafter_that_is_trained_is_welcome_at_once(host: Host, path: str, method: str) -> None:
+    """While its target was read, its queue filled; on a mount that hung it was never welcome, and all its rounds were lost."""
+    host.unreadable.add("/models/tiny")
+    engine = host.greet(drafter_path=path, method=method)
+    assert [welcome.drafter_version for welcome in host.sent] == [""]
+    assert host.learned == []
+    host.work()
+    host.unreadable.clear()
+    host.tick(100.0)
+    assert host.learned == ["/models/tiny"] * 2
+    assert (len(host.sent), host.asked, engine.drafter_note) == (1, [], "")
+
+
+def test_an_engine_is_welcome_before_its_target_is_read(host: Host) -> None:
+    sent = list[int]()
+    host.greeting._learn_target = lambda path: (sent.append(len(host.sent)), True)[1]
+    host.greet()
+    host.work()
+    assert sent == [1]
 
 
 @pytest.mark.fault("an engine that names a version of a registry that is gone")

@@ -69,6 +69,20 @@ def test_a_floor_whose_file_was_removed_is_set_again(drafters: Drafters, tmp_pat
     assert drafters.faults() == {}
 
 
+def test_the_drafter_of_a_target_that_was_replaced_is_another_version(drafters: Drafters, tmp_path: Path) -> None:
+    """After a fine-tuning in the same folder an engine got the version that is for the old target, and wasn't trained."""
+    target = tmp_path / "target"
+    write_checkpoint(target, 1.0)
+    write_checkpoint(tmp_path / "one", 1.0)
+    hello, user = make_hello(drafter_path=str(tmp_path / "one"), target_path=str(target)), User(os.getuid(), os.getgid())
+    first = drafters.identify(hello, user)
+    assert drafters.identify(hello, user) == first
+    write_checkpoint(target, 2.0)
+    second = drafters.identify(hello, user)
+    assert second != first
+    assert [drafters.is_for(version, hello) for version in (first, second)] == [False, True]
+
+
 @pytest.mark.fault("a drafter that couldn't be read once is never looked at again")
 def test_a_target_that_could_not_be_read_is_read_again(
     drafters: Drafters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
