@@ -23,9 +23,9 @@ _SEEN = """
 SELECT engine_id, own_version, live_version, max(last_seen_unix_ns) / 1000000000 AS seen_s FROM boots GROUP BY engine_id
 """
 _LATEST = """
-WITH recent AS (SELECT engine_id, drafter_version, bucket_s FROM rollups WHERE resolution_s = 3600 AND bucket_s >= ?)
-SELECT DISTINCT engine_id, drafter_version AS version FROM recent
-WHERE bucket_s = (SELECT max(bucket_s) FROM recent AS newer WHERE newer.engine_id = recent.engine_id)
+WITH recent AS (SELECT engine_id, drafter_version, bucket_s FROM rollups WHERE resolution_s = 3600 AND bucket_s >= ?),
+newest AS (SELECT engine_id, max(bucket_s) AS bucket_s FROM recent GROUP BY engine_id)
+SELECT DISTINCT engine_id, drafter_version AS version FROM recent JOIN newest USING (engine_id, bucket_s)
 """
 
 
