@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,8 @@ class Rounds:
     """The trees among them; None: there are none."""
     is_chain: Bools | None = None
     """Which of them verified a chain, not a tree; None: all."""
+    undrafted: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+    """Requests of the workload's rounds without drafts, one a round."""
 
     def __len__(self) -> int:
         return len(self.request)
@@ -101,16 +103,15 @@ def rounds_by_workload(batch: EventBatch) -> Iterator[tuple[str, Rounds]]:
     request = _hashes(columns.request, count)
     if count and not 0 <= label.min() <= label.max() < len(batch.workloads):
         raise ValueError("batch names a workload by an index that its list of workloads doesn't have")
-    has_draft = drafted - invalid > 0
+    has_draft, had_none = drafted - invalid > 0, num_nodes == 0
     for index, workload in enumerate(batch.workloads):
         mine = has_draft & (label == index)
         if mine.any():
             figures = request[mine], drafted[mine], accepted[mine], invalid[mine], position[mine]
-            if nodes is None:
-                yield workload, Rounds(*figures)
-                continue
-            grown = mine & is_tree
-            yield workload, Rounds(*figures, TreeRounds(num_nodes[grown], nodes[grown], is_whole[grown]), ~is_tree[mine])
+            trees, is_chain, grown = None, None, mine & is_tree
+            if nodes is not None:
+                trees, is_chain = TreeRounds(num_nodes[grown], nodes[grown], is_whole[grown]), ~is_tree[mine]
+            yield workload, Rounds(*figures, trees, is_chain, request[had_none & (label == index)])
 
 
 def steps_with_trees(batch: EventBatch) -> list[bool | None]:

@@ -24,6 +24,7 @@ from honed.adapt.acceptance.estimate import RequestTable, reached_and_accepted, 
 from honed.adapt.acceptance.forgetting import AdaptiveCounts
 from honed.adapt.acceptance.reliability import Reliability
 from honed.adapt.acceptance.rounds import Rounds
+from honed.adapt.acceptance.traffic import Traffic
 from honed.adapt.acceptance.tree_gains import TreeGains
 from honed.adapt.control.explanation import describe
 from honed.adapt.control.settings import ControllerSettings
@@ -51,6 +52,7 @@ class _Workload:
         self.lines = DepthLines.none(chain_tokens)
         self.contexts = ContextCounts(chain_tokens, forgetting_rounds)
         self.trees = TreeGains(num_spec_tokens, forgetting_rounds)
+        self.traffic = Traffic(chain_tokens, forgetting_rounds)
         self.last_round = 0.0  # of the engine's
 
 
@@ -67,6 +69,9 @@ class AcceptanceBeliefs:
         self.settings = settings
         self._counts = AdaptiveCounts(chain_tokens, settings.forgetting_rounds)
         self._trees = TreeGains(num_spec_tokens, settings.forgetting_rounds)
+        self._traffic = Traffic(chain_tokens, settings.forgetting_rounds)
+        self._traffic_trees = TreeGains(num_spec_tokens, settings.forgetting_rounds)
+        """The same as `_trees`, with equal weights of all rounds."""
         self.has_trees = True
         """Whether the engine can verify trees; without, what they have taught is of no use."""
         self._num_seen = 0.0
@@ -80,11 +85,11 @@ class AcceptanceBeliefs:
     def take_new_weights(self, version: str, is_swap: bool) -> None:
         """Forget most of what the old weights taught, unless the new ones are the same under a name."""
         if is_swap:
-            self._counts.forget(_KEPT_AFTER_SWAP)
-            self._trees.forget(_KEPT_AFTER_SWAP)
+            for one in (self._counts, self._trees, self._traffic, self._traffic_trees):
+                one.forget(_KEPT_AFTER_SWAP)
             for workload in (*self._workloads.values(), self._others):
-                workload.counts.forget(_KEPT_AFTER_SWAP)
-                workload.trees.forget(_KEPT_AFTER_SWAP)
+                for known in (workload.counts, workload.trees, workload.traffic):
+                    known.forget(_KEPT_AFTER_SWAP)
                 workload.requests.clear()
                 workload.contexts.forget(_KEPT_AFTER_SWAP)
                 workload.depths, workload.lines = DepthCalibration(self._chain_tokens), DepthLines.none(self._chain_tokens)
@@ -108,17 +113,21 @@ class AcceptanceBeliefs:
         for mine, shifted in shifted_curves(curve, shift, rounds.position):
             mine = mine[information[mine] > 0.0]  # of the others no past is known
             predicted = scale_odds(shifted, theta[mine][:, None])
-            workload.reliability.observe(survival(workload.lines.apply(predicted)), verified[mine], accepted[mine])
+            expected = workload.lines.apply(predicted)
+            workload.reliability.observe(survival(expected), verified[mine], accepted[mine])
+            for traffic in (workload.traffic, self._traffic):
+                traffic.observe(expected, reached[mine], accepted[mine], float(information[mine].sum()))
             counts = count_rounds(predicted, reached[mine], accepted[mine])
             for depths in (workload.depths, self._depths):
                 depths.add(counts, len(predicted), design_effect)
+        self._count_undrafted(workload, rounds, curve)
         workload.contexts.observe(rounds.position, reached, accepted, information)
-        if rounds.trees is not None and rounds.is_chain is not None:
-            for trees in (workload.trees, self._trees):
-                trees.observe(rounds.trees, information[~rounds.is_chain])
-        if self._verifies_trees:
-            for trees in (workload.trees, self._trees):
-                trees.observe_firsts(accepted >= 1, information)
+        alike = np.full(len(rounds), information.mean())
+        for trees, worth in ((workload.trees, information), (self._trees, information), (self._traffic_trees, alike)):
+            if rounds.trees is not None and rounds.is_chain is not None:
+                trees.observe(rounds.trees, worth[~rounds.is_chain])
+            if self._verifies_trees:
+                trees.observe_firsts(accepted >= 1, worth)
         self._counts.observe(*columns, weights=information, theta=theta)
         workload.counts.observe(*columns, weights=information, theta=theta)
         alarms = []
@@ -130,6 +139,14 @@ class AcceptanceBeliefs:
         self._num_seen += float(information.sum())
         workload.last_round = self._num_seen
         return alarms
+
+    def _count_undrafted(self, workload: _Workload, rounds: Rounds, curve: Floats) -> None:
+        """Count rounds without drafts as their requests' pasts predict them: else those that accept least would be missing."""
+        none = np.zeros(len(rounds.undrafted), dtype=np.int64)
+        theta = workload.requests.theta(rounds.undrafted, none, none, curve, self._request_strength(workload))
+        expected = workload.lines.apply(scale_odds(curve, theta[:, None]))
+        for traffic in (workload.traffic, self._traffic):
+            traffic.observe(expected, none, none, 0.0)
 
     def _workload(self, name: str) -> _Workload:
         """Get a workload's estimates, new ones for a new workload, or `_others` while there is no room for it."""
@@ -184,15 +201,18 @@ class AcceptanceBeliefs:
 
     def describe_engine(self) -> dict[str, object]:
         """Plain figures of the engine as a whole, for JSON."""
-        engine = self.engine_curve()
-        return describe(self._counts, self._lines.apply(engine), self._shift(engine)[1])
+        return describe(self._counts, self.typical_curve(), self._shift(self.engine_curve())[1])
 
     def describe_workloads(self) -> dict[str, dict[str, object]]:
         """Plain figures of every workload, for JSON."""
         engine = self.engine_curve()
         return {
             name: {
-                **describe(one.counts, one.lines.apply(self._curve(one, engine)), self._shift(engine, one)[1]),
+                **describe(
+                    one.counts,
+                    one.traffic.curve(one.counts.weights, one.lines.apply(self._curve(one, engine))),
+                    self._shift(engine, one)[1],
+                ),
                 "request_strength": round(self._request_strength(one), 2),
                 "design_effect": round(self._design_effect(one), 3),
                 "drift": self._drift.figures(name),
@@ -206,16 +226,16 @@ class AcceptanceBeliefs:
         }
 
     def engine_curve(self) -> Floats:
-        """Conditional acceptance over all workloads, [K]."""
+        """Conditional acceptance of a request without history, over all workloads, [K]."""
         return self._counts.estimate()
 
     def typical_curve(self) -> Floats:
-        """Conditional acceptance of a typical request's chains, [K]."""
-        return self._lines.apply(self.engine_curve())
+        """Conditional acceptance of the chains in a typical round, [K]."""
+        return self._traffic.curve(self._counts.weights, self._lines.apply(self.engine_curve()))
 
     def typical_nodes(self) -> Floats | None:
         """The same as if nodes of trees were a chain's tokens, [N]; None: trees aren't verified."""
-        return self._trees.acceptance(self._counts.weights) if self._verifies_trees else None
+        return self._traffic_trees.acceptance(self._counts.weights) if self._verifies_trees else None
 
     def _curve(self, workload: _Workload, engine: Floats) -> Floats:
         strength = self.settings.workload_strength

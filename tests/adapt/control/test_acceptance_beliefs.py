@@ -181,8 +181,12 @@ def paths(rng, requests, chances, seq, workload="default", left=None):
 
 
 def test_a_tree_that_is_the_chain_promises_what_the_chain_does_though_requests_differ():
-    """Hard requests have more rounds: by rounds, their trees seemed worth a tenth less than the same chains."""
+    """Hard requests have more rounds: by rounds, their trees seemed worth a tenth less than the same chains.
+
+    People are told what rounds get: less than a request without history is promised.
+    """
     rng, controller = np.random.default_rng(2), EngineController("engine-0", CHAIN, 32, chain_tokens=CHAIN)
+    emitted = []
     chances, left, requests = np.zeros(32), np.zeros(32), np.zeros(32, dtype=np.int64)
     for seq in range(1, 301):
         is_over = left <= 0
@@ -190,9 +194,15 @@ def test_a_tree_that_is_the_chain_promises_what_the_chain_does_though_requests_d
         requests[is_over], left[is_over] = rng.integers(1, 2**62, size=int(is_over.sum())), 200
         batch = paths(rng, requests, chances, seq)
         left -= batch.rounds.num_emitted
+        emitted.append(np.mean(batch.rounds.num_emitted))
         controller.observe(batch)
+    told = controller.beliefs()
+    for one in (told["engine"], told["workloads"]["default"]):
+        assert one["acceptance_length"] == pytest.approx(np.mean(emitted[-100:]), rel=0.06)
+    assert 1.0 + np.cumprod(controller._acceptance.typical_nodes()).sum() == pytest.approx(np.mean(emitted[-100:]), rel=0.06)
     gains = {one.keeps_chain: np.cumprod(one.acceptance).sum() for one in controller.propose(0.0).priors if one.workload}
     assert gains[False] == pytest.approx(gains[True], rel=0.08)
+    assert gains[True] > 1.1 * (np.mean(emitted[-100:]) - 1.0)
 
 
 def test_trees_of_short_answers_are_worth_what_chains_are():
