@@ -211,12 +211,15 @@ def _body(operation: dict[str, Any], document: dict[str, Any]) -> list[str]:
 
 
 def _metrics() -> Iterator[str]:
+    from honed.adapt.protocol.wire import TrainerStatus
     from honed.daemon.metrics.render import LiveCollector
 
     yield "## Metrics\n"
     yield "`/metrics` adds `_total` to a counter's name, and `_info` to an info's.\n"
     yield "| metric | kind | labels | |\n|---|---|---|---|"
-    with _service() as service:
+    with _service() as service:  # some families begin with the first status or batch
+        service.trainer.hear(b"", TrainerStatus(trainer_id="reference", state="idle"))
+        service.ingest.figures.batches = 1
         families = sorted(LiveCollector(service).collect(), key=lambda family: family.name)
     for family in families:
         found = {name for sample in family.samples for name in sample.labels} - {"le"}

@@ -13,7 +13,7 @@ from honed.adapt.protocol.attach_variables import VARIABLES
 from honed.attach.engine import environment
 from honed.daemon.settings import variables
 from honed.daemon.settings.settings import Settings
-from tests.dashboards.contents import ALERTS, rules
+from tests.dashboards.contents import ALERTS, METRIC, all_queries, rules
 from tests.tools import ROOT
 
 ANEW = "run `make reference` and look at the difference"
@@ -61,6 +61,14 @@ def test_every_endpoint_says_what_it_does(page: str) -> None:
         for method, operation in methods.items():
             assert operation.get("description"), f"{method} {path} has no docstring"
             assert f"`{method.upper()} {path}`" in page
+
+
+def test_every_metric_that_dashboards_and_rules_name_is_in_it(page: str) -> None:
+    families = set(re.findall(r"^\| `(honed_\w+|process_\w+)` \|", page, re.M))
+    for query in all_queries():
+        for name, _ in METRIC.findall(query.expr):
+            known = {name, re.sub(r"_(total|info|bucket|sum|count)$", "", name)}
+            assert known & families, f"{query.where}: {name}"
 
 
 def test_variables_of_vllms_processes_are_the_attachments_own() -> None:
