@@ -74,7 +74,7 @@ class TrainerSettings(SampleSettings):
     """Added to the process's nice level. With a higher value, the current unit takes longer once requests arrive."""
     torch_threads: int = 0
     """Threads; 0: half of the cores, or of those that a container's quota allows. With all cores, torch's threads spin against
-    other processes. On two busy cores, 300 micro-steps then took over two minutes instead of twelve seconds."""
+    other processes."""
 
     loss: Loss = "ce"
     """"ce": cross-entropy that decays with the position; "dpace": the same, weighted by what depends on a position; "hybrid":
