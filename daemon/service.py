@@ -422,11 +422,16 @@ class Service:
         """Mark the moment; delete samples of the old weights if the settings say so."""
         self.journal.mark("target", "vLLM was given other weights of the target", engine.engine_id)
         log.info("the target's weights were updated", engine_id=engine.engine_id)
-        boot = engine.boot
-        if self.settings.recalibration.on_target_update == "purge":
-            self.purges.purge_after_update(engine.engine_id, lambda: self.engines.keep(boot))
-        else:
+        boot, num_updates = engine.boot, engine.boot.target_updates
+
+        def note() -> None:
+            boot.acted_updates = num_updates  # there may be more by then, which have a purge of their own
             self.engines.keep(boot)
+
+        if self.settings.recalibration.on_target_update == "purge":
+            self.purges.purge_after_update(engine.engine_id, note)
+        else:
+            note()
 
     def _on_welcome(self, engine: Engine) -> None:
         self.swaps.on_engine(engine, self.monotonic())

@@ -53,7 +53,9 @@ class Boot:
     own_version: str = ""
     """Version of the checkpoint that its vLLM loaded."""
     target_updates: int = 0
-    """Updates of its target's weights that were acted on."""
+    """Updates of its target's weights that it has told."""
+    acted_updates: int = 0
+    """Those that were acted on: a restarted daemon has to act on the others."""
     seen_s: float = float("-inf")
     """Time at which it was last stored that it is there."""
 
@@ -246,7 +248,7 @@ class Engines:
 
     def keep(self, boot: Boot) -> None:
         """Store what a restarted daemon has to know of a boot. A failure is logged."""
-        facts = (boot.engine_id, boot.boot_id, boot.own_version, boot.target_updates)
+        facts = (boot.engine_id, boot.boot_id, boot.own_version, boot.acted_updates)
         self._store.keep(("facts", *facts[:2]), lambda db: save_facts(db, *facts)).add_done_callback(
             lambda done: done.exception() and log.error("facts of a boot were not written", error=str(done.exception()))
         )
@@ -272,7 +274,8 @@ class Engines:
             boot.lost = {name: row[name] for name in row if name.startswith("lost_")}
             boot.missing_batches, boot.malformed_batches = row["missing_batches"], row["malformed_batches"]
             boot.batches = row["batches"]
-            boot.own_version, boot.target_updates = row["own_version"], row["target_updates"]
+            boot.own_version = row["own_version"]
+            boot.target_updates = boot.acted_updates = row["target_updates"]
         return boot
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,31 @@ def test_an_update_whose_purge_failed_is_purged_again_by_the_same_daemon(
     with purging.lock:
         purging.purges.tick(purging.monotonic() + 1e6)
     assert len(states(purging)) == 3, "nothing is left to purge"
+
+
+def test_an_update_whose_purge_failed_after_an_earlier_one_s_counts_again(
+    purging: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first purge's success, or a drafter that was read by then, counted for both updates."""
+    goes_on, problems = threading.Event(), [list[str]()]
+
+    def erase(engines_dir: Path, spill_dir: Path) -> list[str]:
+        goes_on.wait(60)
+        return problems.pop() if problems else ["Input/output error"]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("honed.daemon.lifecycle.purges.erase_files", erase)
+        update_target(purging, 0, 1, 2)
+        goes_on.set()
+        wait_for(lambda: {"succeeded", "failed"} <= set(states(purging)), "both purges")
+        with purging.lock:
+            purging.engines.keep(purging.engines.by_id["engine-0"].boot)
+        purging.stop()
+    again = Service(purging.settings, daemon_id="again")
+    again.start()
+    update_target(again, 2)
+    wait_for(lambda: states(again).count("succeeded") == 2, "the purge")
+    again.stop()
 
 
 def test_an_update_while_a_purge_is_under_way_is_followed_by_another_one(purging: Service) -> None:
