@@ -294,9 +294,7 @@ class Canaries:
     def _write_end(self, row: dict[str, Any], decision: str, text: str) -> None:
         if why := canary_tables.why_failed(decision, text):
             self._failed[row["new_key"]] = why
-        ended = {"decision": decision, "text": text, "ended_unix_s": self._clock()}
-        state = row["state"] if isinstance(row["state"], str) else json.dumps(row["state"])
-        self._keep(row | ended | {"state": state})
+        self._keep(row | {"decision": decision, "text": text, "ended_unix_s": self._clock(), "state": "{}"})
 
     def _note(self, trial: Trial) -> None:
         """Store the evidence of a pair of windows."""

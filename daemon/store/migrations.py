@@ -20,8 +20,12 @@ _ROLLUP_BYTES = """(50 + 6 * (
     2 * octet_length(row.engine_id || row.workload || row.drafter_version) + octet_length(
       row.drafted_by_position || row.tried_by_position || row.accepted_by_position || row.beyond_by_position)) / 5)"""
 """Bytes that a roll-up takes on disk, about: its names twice, for the index, and a fifth for what pages leave empty."""
+_NEW_BYTES, _OLD_BYTES = (_ROLLUP_BYTES.replace("row", name) for name in ("NEW", "OLD"))
 
-SCHEMA_1 = """
+MOST_AUDITED = 100_000
+"""Rows of the audit table that can't be deleted: the newest."""
+
+SCHEMA_1 = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value NUMERIC NOT NULL) WITHOUT ROWID;
 INSERT INTO meta VALUES ('raw_bytes', 0);    -- sum of batches.frame_bytes, kept by every insert and delete
 INSERT INTO meta VALUES ('rollup_bytes', 0); -- that the roll-ups and their index take, about; triggers keep it
@@ -85,13 +89,13 @@ CREATE TABLE rollups (
 ) WITHOUT ROWID;
 CREATE INDEX rollups_by_age ON rollups (resolution_s, stored_s);
 CREATE TRIGGER rollups_insert AFTER INSERT ON rollups BEGIN
-  UPDATE meta SET value = value + {new_bytes} WHERE key = 'rollup_bytes';
+  UPDATE meta SET value = value + {_NEW_BYTES} WHERE key = 'rollup_bytes';
 END;
-CREATE TRIGGER rollups_update AFTER UPDATE ON rollups WHEN {new_bytes} <> {old_bytes} BEGIN
-  UPDATE meta SET value = value + {new_bytes} - {old_bytes} WHERE key = 'rollup_bytes';
+CREATE TRIGGER rollups_update AFTER UPDATE ON rollups WHEN {_NEW_BYTES} <> {_OLD_BYTES} BEGIN
+  UPDATE meta SET value = value + {_NEW_BYTES} - {_OLD_BYTES} WHERE key = 'rollup_bytes';
 END;
 CREATE TRIGGER rollups_delete AFTER DELETE ON rollups BEGIN
-  UPDATE meta SET value = value - {old_bytes} WHERE key = 'rollup_bytes';
+  UPDATE meta SET value = value - {_OLD_BYTES} WHERE key = 'rollup_bytes';
 END;
 
 CREATE TABLE operations (
@@ -112,7 +116,9 @@ CREATE TABLE audit (
   subject TEXT NOT NULL, reason TEXT NOT NULL, outcome TEXT NOT NULL
 );
 CREATE TRIGGER audit_no_update BEFORE UPDATE ON audit BEGIN SELECT RAISE(ABORT, 'audit is append-only'); END;
-CREATE TRIGGER audit_no_delete BEFORE DELETE ON audit BEGIN SELECT RAISE(ABORT, 'audit is append-only'); END;
+CREATE TRIGGER audit_no_delete BEFORE DELETE ON audit WHEN OLD.id > (SELECT max(id) FROM audit) - {MOST_AUDITED} BEGIN
+  SELECT RAISE(ABORT, 'audit is append-only');
+END;
 
 CREATE TABLE marks (
   id INTEGER PRIMARY KEY AUTOINCREMENT, t REAL NOT NULL, engine_id TEXT NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL
@@ -137,7 +143,7 @@ CREATE TABLE canary_points (                 -- evidence after each pair of wind
   change REAL NOT NULL,
   PRIMARY KEY (operation_id, pairs, workload)
 ) WITHOUT ROWID;
-""".replace("{new_bytes}", _ROLLUP_BYTES.replace("row", "NEW")).replace("{old_bytes}", _ROLLUP_BYTES.replace("row", "OLD"))
+"""
 
 
 @migrations()  # type: ignore[untyped-decorator]

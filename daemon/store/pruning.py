@@ -1,4 +1,4 @@
-"""Deletion in small rounds: raw batches and roll-ups by bytes and age; free pages go back to the file system."""
+"""Deletion in small rounds: raw batches and roll-ups by bytes and age, records by number. Free pages go back to the disk."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from sqlite_utils import Database
 from honed.daemon.settings.sections import StoreSettings
 from honed.daemon.store.age import AgeClock
 from honed.daemon.store.batch_tables import ADD_RAW_BYTES
+from honed.daemon.store.migrations import MOST_AUDITED
 from honed.daemon.store.rollups import RESOLUTIONS_S
 
 BATCHES_PER_ROUND = 2000
@@ -35,6 +36,14 @@ DELETE FROM canary_points WHERE operation_id IN (
   SELECT old.operation_id FROM (SELECT operation_id FROM canaries ORDER BY began_unix_s DESC LIMIT -1 OFFSET ?) AS old
   WHERE EXISTS (SELECT 1 FROM canary_points AS point WHERE point.operation_id = old.operation_id) LIMIT 1)
 """
+MOST_MARKS, MOST_OPERATIONS = 100_000, 10_000
+"""The newest that are kept; of operations, those that go on as well. By number: the wall clock that dates them may be wrong."""
+_DELETE_RECORDS = (
+    f"DELETE FROM audit WHERE id <= (SELECT max(id) FROM audit) - {MOST_AUDITED}",
+    f"DELETE FROM marks WHERE id <= (SELECT max(id) FROM marks) - {MOST_MARKS}",
+    f"DELETE FROM operations WHERE rowid <= (SELECT max(rowid) FROM operations) - {MOST_OPERATIONS} "
+    "AND finished_unix_s IS NOT NULL AND stage <> 'watching'",
+)
 SPARED_S = {1: 660, 60: 25 * 3600, 3600: 31 * 86_400}
 """Age up to which sums of a resolution are spared, as views read 10 minutes of seconds and a day of minutes: younger ones go by
 size only when no others are left."""
@@ -97,6 +106,8 @@ def apply_deletions(db: Database, settings: StoreSettings, now_s: float) -> bool
     """
     db.conn.execute(_DELETE_SILENT_BOOTS, (MOST_SILENT_BOOTS,))
     db.conn.execute(_DELETE_EVIDENCE, (MOST_EVIDENCE,))
+    for records in _DELETE_RECORDS:
+        db.conn.execute(records)
     room = ROLLUPS_PER_ROUND
     for resolution, age_s in settings.max_rollup_age_s.items():
         if age_s < math.inf:

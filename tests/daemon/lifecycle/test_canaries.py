@@ -679,6 +679,7 @@ def test_it_can_be_seen(stage: Stage) -> None:
     assert stage.service.store.drain(10)
     (row,) = stage.client.get("/v1/canaries").json()
     assert (row["operation_id"], row["kind"], row["decision"]) == (operation_id, "canary", "better")
+    assert stage.service.store.read("SELECT state FROM canaries") == [{"state": "{}"}], "its state serves only to go on"
     points = stage.client.get(f"/v1/canaries/{operation_id}").json()["points"]
     everything = [point for point in points if point["workload"] == ""]
     assert [point["pairs"] for point in everything] == list(range(1, len(everything) + 1))

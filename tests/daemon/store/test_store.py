@@ -24,7 +24,7 @@ from honed.daemon.store import store as store_module
 from honed.daemon.store.age import AgeClock
 from honed.daemon.store.batch_tables import StoredBatch
 from honed.daemon.store.database import check_sqlite_version, connect, why_not
-from honed.daemon.store.migrations import SCHEMA_1, migrations, split_statements
+from honed.daemon.store.migrations import MOST_AUDITED, SCHEMA_1, migrations, split_statements
 from honed.daemon.store.pruning import Pruning
 from honed.daemon.store.rollups import count_batch
 from honed.daemon.store.store import LEAST_GROUP, Store
@@ -544,6 +544,31 @@ def test_of_old_trials_the_verdict_stays_and_the_evidence_over_time_goes(store: 
         delete(store, StoreSettings())
     assert [len(canary_tables.points(store, f"op{number}")) for number in range(4)] == [0, 0, 3, 3]
     assert len(canary_tables.listing(store, 10)) == 4
+
+
+def test_of_marks_operations_and_changes_the_newest_stay(store: Store) -> None:
+    """They grew for ever. What goes on stays, however old it is."""
+    ended, last = ("succeeded", "done", 2.0), pruning.MOST_OPERATIONS + 3
+    operations = [(1, *ended), (2, "running", "canary", None), (3, "succeeded", "watching", 2.0), (4, *ended), (last, *ended)]
+
+    def fill(db: Database) -> None:
+        for number in (1, 2, MOST_AUDITED + 1):
+            db.conn.execute("INSERT INTO audit VALUES (?, 1.0, 'me', 'promote', 'v', '', 'ok')", (number,))
+        for number in (1, 2, pruning.MOST_MARKS + 1):
+            db.conn.execute("INSERT INTO marks VALUES (?, 1.0, '', 'swap', 'x')", (number,))
+        for number, state, stage, finished_unix_s in operations:
+            db.conn.execute(
+                "INSERT INTO operations (rowid, operation_id, kind, state, stage, created_unix_s, finished_unix_s, reason, "
+                "actor, detail, error) VALUES (?, ?, 'recalibrate', ?, ?, 1.0, ?, '', '', '{}', '')",
+                (number, f"op{number}", state, stage, finished_unix_s),
+            )
+
+    store.write(fill)
+    delete(store, StoreSettings())
+    assert [row["id"] for row in store.read("SELECT id FROM audit")] == [2, MOST_AUDITED + 1]
+    assert [row["id"] for row in store.read("SELECT id FROM marks")] == [2, pruning.MOST_MARKS + 1]
+    left = store.read("SELECT rowid FROM operations ORDER BY rowid")
+    assert [row["rowid"] for row in left] == [2, 3, 4, last]
 
 
 def kept(store: Store) -> list[tuple[int, int]]:
