@@ -73,11 +73,11 @@ def block_loss(
     return BlockLoss(losses, top, log_probs.detach())
 
 
-def top_tokens(hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # [..., H] -> 2 x [...]
-    """Return each row's most likely token and its log-probability, without the logits and without gradient."""
+def top_tokens(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:  # [..., H] -> [...]
+    """Return each row's most likely token, without the logits and without gradient."""
     rows = hidden.detach().flatten(0, -2)
     made = block_loss(rows, head.detach(), labels=torch.zeros(len(rows), dtype=torch.int64, device=rows.device))
-    return made.top.view(hidden.shape[:-1]), made.top_log_probs.view(hidden.shape[:-1])
+    return made.top.view(hidden.shape[:-1])
 
 
 @torch.library.custom_op("honed::label_loss", mutates_args=())

@@ -159,11 +159,6 @@ class DrafterConfig:
         return self.eagle3 is not None or self.mtp is not None
 
     @property
-    def can_denoise(self) -> bool:
-        """Whether it may be given blocks of which some tokens are revealed: no token's scores need the one before it."""
-        return not self.drafts_one_by_one and not self.pair_rank
-
-    @property
     def feature_size(self) -> int:
         """Width of the concatenated auxiliary hidden states: the input of `fc`."""
         if self.mtp is not None:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 from honed.adapt.protocol.ranges import COUNT, PROBABILITY, SECONDS, SHARE, Range, Ranges, check_ranges
 from honed.recalib.config.presets import decay_tokens, learning_rate
-from honed.recalib.config.training import MAX_DENOISING_STEPS, Loss, MaskSchedule, Precision, Scope, TrainingSettings
+from honed.recalib.config.training import Loss, Precision, Scope, TrainingSettings
 
 When: TypeAlias = Literal["idle", "spare", "always"]
 SPARE_UNIT_S = 0.005
@@ -97,10 +97,6 @@ class TrainerSettings(SampleSettings):
     """Type of matrix products. "auto" is bfloat16 on a GPU that has it; master weights are float32."""
     gradient_checkpointing: bool = False
     """Recompute the layers for the gradient instead of keeping their activations: less memory, more time."""
-    denoising_steps: int = 1
-    """Passes that draft a block. vLLM uses one; more train the drafter for partly revealed blocks."""
-    mask_schedule: MaskSchedule = "cosine"
-    """Schedule of how many tokens stay masked after each pass."""
     memory_bytes: int = 0
     """Most memory that a training may take on its device; 0: nine tenths of what is free when it begins, and never what engines
     will still want."""
@@ -145,7 +141,6 @@ class TrainerSettings(SampleSettings):
         **dict.fromkeys(("decay_tokens", "warmup_updates", "memory_bytes", "seed"), Range(0)),
         "save_state_s": Range(0, 1e9),
         "ema_decay": Range(0, 1, excludes_high=True),
-        "denoising_steps": Range(1, MAX_DENOISING_STEPS),
         **dict.fromkeys(("anchors_per_micro_step", "micro_steps_per_update", "max_steps"), COUNT),
         "rows_per_micro_step": Range(64),
         "break_share": SHARE,
@@ -186,7 +181,5 @@ class TrainerSettings(SampleSettings):
             ema_decay=self.ema_decay,
             precision=self.precision,
             gradient_checkpointing=self.gradient_checkpointing,
-            denoising_steps=self.denoising_steps,
-            mask_schedule=self.mask_schedule,
             seed=self.seed,
         )

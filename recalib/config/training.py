@@ -8,9 +8,6 @@ from typing import Literal
 Scope = Literal["kv-frozen", "full"]
 Loss = Literal["ce", "kl", "hybrid", "dpace", "acceptance"]
 Precision = Literal["auto", "float32", "bfloat16"]
-MaskSchedule = Literal["cosine", "linear", "square-root"]
-
-MAX_DENOISING_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,4 @@ class TrainingSettings:
     multiplies it fast, else float32."""
     gradient_checkpointing: bool = False
     """Compute every layer a second time in the backward pass instead of keeping its activations: less memory, more time."""
-    denoising_steps: int = 1
-    """Above 1, some blocks are trained with part of their tokens revealed, as a drafter that denoises in steps sees them."""
-    mask_schedule: MaskSchedule = "cosine"
     seed: int = 0

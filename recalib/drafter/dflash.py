@@ -205,7 +205,7 @@ class DFlashDrafter(Drafter):
         return torch.cat((hidden * self.config.logit_scale, edges), dim=-1), self._pair_head
 
     @torch.no_grad()
-    def best_drafts(self, hidden: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def best_drafts(self, hidden: Tensor, anchor_ids: Tensor) -> Tensor:
         """Draft greedily; with scores of pairs, one token after the other."""
         if self.markov_head is not None:
             return self._follow(hidden, anchor_ids)
@@ -239,29 +239,24 @@ class DFlashDrafter(Drafter):
         found = totals.log_softmax(-1).topk(min(count, selector.top_k), -1)
         return Candidates(found.values, tokens[:, :, None].expand_as(totals).gather(-1, found.indices), found.indices)
 
-    def _follow(self, hidden: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _follow(self, hidden: Tensor, anchor_ids: Tensor) -> Tensor:
         """Choose each position's best word after the one chosen before it."""
-        previous, chosen, reached = anchor_ids, list[Tensor](), list[Tensor]()
+        previous, chosen = anchor_ids, list[Tensor]()
         for k in range(hidden.shape[1]):
-            rows, head = self.scored(hidden[:, k], previous)
-            best, log_probabilities = top_tokens(rows, head)
-            previous = self.to_target(best)
+            previous = self.to_target(top_tokens(*self.scored(hidden[:, k], previous)))
             chosen.append(previous)
-            reached.append(log_probabilities)
-        return torch.stack(chosen, dim=1), torch.stack(reached, dim=1)
+        return torch.stack(chosen, dim=1)
 
-    def _walk(self, selector: CandidateSelector, hidden: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _walk(self, selector: CandidateSelector, hidden: Tensor, anchor_ids: Tensor) -> Tensor:
         """Choose each position's best candidate after the one chosen before it."""
         scores, candidates, successors = self._selected(selector, hidden)
-        previous, chosen, reached = anchor_ids, list[Tensor](), list[Tensor]()
+        previous, chosen = anchor_ids, list[Tensor]()
         for k in range(hidden.shape[1]):
             edges = selector(hidden[:, k], previous)
             total = scores[:, k] + (successors[:, k] * edges[:, None]).sum(-1).float()
-            best = total.max(-1)
-            previous = candidates[:, k].gather(1, best.indices[:, None])[:, 0]
+            previous = candidates[:, k].gather(1, total.argmax(-1, keepdim=True))[:, 0]
             chosen.append(previous)
-            reached.append(best.values)
-        return torch.stack(chosen, dim=1), torch.stack(reached, dim=1)
+        return torch.stack(chosen, dim=1)
 
     def _selected(self, selector: CandidateSelector, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Each position's tokens to select from: scores and ids [N, K, P], and what follows from each [N, K, P, rank]."""
@@ -291,7 +286,6 @@ class DFlashDrafter(Drafter):
         anchors: Tensor,
         segments: Tensor | None = None,
         num_draft_tokens: int | None = None,
-        block_tokens: Tensor | None = None,
     ) -> Tensor:  # [N, K, H]
         """Compute the normed hidden states of the rows that predict, before the target's head."""
         markov = self.config.markov
@@ -299,7 +293,7 @@ class DFlashDrafter(Drafter):
         num_masks = (num_draft_tokens or self.config.num_draft_tokens) + first - 1
         offsets = torch.arange(num_masks + 1, device=anchors.device)
         masks = torch.full((len(anchors), num_masks), self.config.mask_token_id, device=anchors.device)
-        block_ids = torch.cat((token_ids[anchors, None], masks if block_tokens is None else block_tokens), dim=1)
+        block_ids = torch.cat((token_ids[anchors, None], masks), dim=1)
         x = F.embedding(block_ids, self.embed_tokens) * self.config.embedding_scale  # [N, B, H]
         block_positions = positions[anchors, None] + offsets
         tables = self._rotary_tables(block_positions)

@@ -111,7 +111,6 @@ class Drafter(nn.Module, ABC):
         anchors: Tensor,  # [N] rows of the anchors, >= 1
         segments: Tensor | None = None,  # [T] sample of each row
         num_draft_tokens: int | None = None,
-        block_tokens: Tensor | None = None,  # [N, K] tokens after each anchor; by default the kind's own
     ) -> Tensor:  # [N, K, H]
         """Compute the normed hidden states that predict the `num_draft_tokens` (default: the config's) tokens after anchors."""
 
@@ -120,10 +119,9 @@ class Drafter(nn.Module, ABC):
         return hidden, self.lm_head
 
     @torch.no_grad()
-    def best_drafts(self, hidden: Tensor, anchor_ids: Tensor) -> tuple[Tensor, Tensor]:  # [N, K, H], [N] -> 2 x [N, K]
-        """Draft greedily. Return token ids and their log-probabilities, or with a selector their scores."""
-        top, log_probabilities = top_tokens(hidden, self.lm_head)
-        return self.to_target(top), log_probabilities
+    def best_drafts(self, hidden: Tensor, anchor_ids: Tensor) -> Tensor:  # [N, K, H], [N] -> [N, K]
+        """Draft greedily; return token ids."""
+        return self.to_target(top_tokens(hidden, self.lm_head))
 
     @property
     def grows_trees(self) -> bool:
@@ -142,10 +140,9 @@ class Drafter(nn.Module, ABC):
         anchors: Tensor,
         segments: Tensor | None = None,
         num_draft_tokens: int | None = None,
-        block_tokens: Tensor | None = None,
     ) -> Tensor:  # [N, K, V]
         """Compute the logits of `draft_hidden`, without a selector's part."""
-        hidden = self.draft_hidden(features, positions, token_ids, anchors, segments, num_draft_tokens, block_tokens)
+        hidden = self.draft_hidden(features, positions, token_ids, anchors, segments, num_draft_tokens)
         logits = F.linear(hidden, self.lm_head)
         if self.words is None:
             return logits

@@ -64,13 +64,12 @@ class UnrolledDrafter(Drafter):
         anchors: Tensor,
         segments: Tensor | None = None,
         num_draft_tokens: int | None = None,
-        block_tokens: Tensor | None = None,
     ) -> Tensor:
-        """Compute the normed hidden states, each row with the token that is right there, or with those of `block_tokens`."""
+        """Compute the normed hidden states, each row with the token that is right there."""
         last = len(token_ids) - 1
 
         def right(k: int, _: Tensor) -> Tensor:
-            return token_ids[(anchors + k).clamp(max=last)] if block_tokens is None else block_tokens[:, k - 1]
+            return token_ids[(anchors + k).clamp(max=last)]
 
         k = num_draft_tokens or self.config.num_draft_tokens
         return self._unroll(features, positions, token_ids, anchors, segments, k, right)
@@ -89,7 +88,7 @@ class UnrolledDrafter(Drafter):
         chosen: list[Tensor] = []
 
         def best(_: int, hidden: Tensor) -> Tensor:
-            chosen.append(self.best_drafts(hidden[:, None], anchors)[0][:, 0])
+            chosen.append(self.best_drafts(hidden[:, None], anchors)[:, 0])
             return chosen[-1]
 
         k = num_draft_tokens or self.config.num_draft_tokens

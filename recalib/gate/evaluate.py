@@ -19,7 +19,6 @@ from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.gate.tree_lengths import accepted_by_size, grow_trees
 from honed.recalib.samples.sample import PackedSamples, TrainingSample, pack
 from honed.recalib.training.blocks import block_labels, eligible_anchors
-from honed.recalib.training.denoising import ONE_PASS, Denoising, draft_in_steps
 from honed.recalib.training.losses import accepted_prefix
 from honed.recalib.training.pace import Pace, run_through
 from honed.recalib.training.precision import compute_dtype, computing
@@ -63,7 +62,6 @@ def expected_acceptance_length(
     samples: Iterable[TrainingSample],
     num_draft_tokens: int | None = None,
     max_anchors_per_pass: int = 256,
-    denoising: Denoising = ONE_PASS,
 ) -> Evaluation:
     """Go through the emitted text of every sample, block by block.
 
@@ -72,12 +70,11 @@ def expected_acceptance_length(
         samples: held-out samples; anchors are taken from the emitted part only (`num_prompt_tokens` on).
         num_draft_tokens: k, by default the drafter's full block.
         max_anchors_per_pass: blocks whose activations a pass holds; bounds memory.
-        denoising: number of passes that draft a block; a server has one.
     """
     k = num_draft_tokens or drafter.config.num_draft_tokens
     sessions: dict[tuple[str, str], list[SessionFigures]] = {}
     for sample in samples:
-        figures = run_through(evaluate_in_parts(drafter, sample, k, max_anchors_per_pass, denoising))
+        figures = run_through(evaluate_in_parts(drafter, sample, k, max_anchors_per_pass))
         if figures is not None:
             sessions.setdefault((sample.session, sample.workload), []).append(figures)
     return Evaluation(tuple(_add_sessions(group) for group in sessions.values()))
@@ -89,7 +86,6 @@ def evaluate_in_parts(
     sample: TrainingSample,
     num_draft_tokens: int,
     max_anchors_per_pass: int = 256,
-    denoising: Denoising = ONE_PASS,
     pace: Pace | None = None,
 ) -> Generator[None, None, SessionFigures | None]:
     """Go through one sample, with a `yield` after some of its anchors; returns None for a sample with nothing to draft.
@@ -108,12 +104,12 @@ def evaluate_in_parts(
         began_s = time.perf_counter()
         most = min(max_anchors_per_pass, len(anchors) - done)
         part = anchors[done : done + (pace.blocks(most) if pace else most)]
-        if drafter.grows_trees and denoising.steps == 1:
+        if drafter.grows_trees:
             tokens, trees = draft_with_trees(drafter, packed, part, num_draft_tokens)
             texts = (one[done : done + len(part)].to(drafter.device) for one in (labels, has_label))
             in_trees.append(accepted_by_size(trees, *texts).cpu())
         else:
-            tokens = draft_blocks(drafter, packed, part, num_draft_tokens, denoising)
+            tokens = draft_blocks(drafter, packed, part, num_draft_tokens)
         drafts.append(tokens)
         done += len(part)
         if pace is not None:
@@ -131,11 +127,7 @@ def evaluate_in_parts(
 
 
 def draft_blocks(
-    drafter: Drafter,
-    packed: PackedSamples,
-    anchors: Tensor,
-    num_draft_tokens: int,
-    denoising: Denoising = ONE_PASS,
+    drafter: Drafter, packed: PackedSamples, anchors: Tensor, num_draft_tokens: int
 ) -> Tensor:  # [N, K], on the CPU
     """Draft greedily from some anchors of samples that are on the drafter's device.
 
@@ -144,28 +136,14 @@ def draft_blocks(
     device = drafter.device
     anchors = anchors.to(device)
     with computing(device, compute_dtype(device, "auto")):
-        context = _context(drafter, packed)
-
-        def best_of(tokens: Tensor) -> tuple[Tensor, Tensor]:
-            hidden = drafter.draft_hidden(
-                context,
-                packed.positions,
-                packed.token_ids,
-                anchors,
-                packed.segments,
-                num_draft_tokens,
-                tokens if drafter.config.can_denoise else None,
-            )
-            return drafter.best_drafts(hidden, packed.token_ids[anchors])
-
-        mask = drafter.config.mask_token_id
-        return draft_in_steps(best_of, len(anchors), num_draft_tokens, mask, denoising, device).cpu()
+        given = (_context(drafter, packed), packed.positions, packed.token_ids, anchors, packed.segments, num_draft_tokens)
+        return drafter.best_drafts(drafter.draft_hidden(*given), packed.token_ids[anchors]).cpu()
 
 
 def draft_with_trees(
     drafter: Drafter, packed: PackedSamples, anchors: Tensor, num_draft_tokens: int
 ) -> tuple[Tensor, DraftTrees]:  # [N, K], on the CPU
-    """Draft in one pass, as `draft_blocks`, and grow the trees of the same pass."""
+    """Draft as `draft_blocks`, and grow the trees of the same pass."""
     device = drafter.device
     anchors = anchors.to(device)
     with computing(device, compute_dtype(device, "auto")):

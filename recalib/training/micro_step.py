@@ -23,7 +23,6 @@ from honed.recalib.config.training import Loss, Scope, TrainingSettings
 from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.samples.sample import PackedSamples, TrainingSample, pack
 from honed.recalib.training.blocks import block_labels, break_anchors, choose_anchors, eligible_anchors
-from honed.recalib.training.denoising import Denoising, reveal_randomly
 from honed.recalib.training.ema import WeightAverage
 from honed.recalib.training.objective import Blocks, Objective
 from honed.recalib.training.pace import Pace, run_through
@@ -68,14 +67,11 @@ class MicroTrainer:
     def __init__(self, drafter: Drafter, settings: TrainingSettings | None = None, parent: Drafter | None = None) -> None:
         self.drafter = drafter
         self.settings = settings or TrainingSettings()
-        if not drafter.config.can_denoise and self.settings.denoising_steps > 1:
-            raise ValueError("this kind of drafter can't denoise in steps: set trainer.denoising_steps = 1")
         set_scope(drafter, self.settings.scope)
         drafter.recomputes_layers = self.settings.gradient_checkpointing
         self._device = drafter.device
         self._dtype = compute_dtype(self._device, self.settings.precision)
         self._objective = Objective(drafter, parent, self.settings)
-        self._denoising = Denoising(self.settings.denoising_steps, self.settings.mask_schedule)
         self._names = [name for name, p in drafter.named_parameters() if p.requires_grad]
         self._trained = [p for p in drafter.parameters() if p.requires_grad]
         rate, decay = self.settings.learning_rate, self.settings.weight_decay
@@ -214,8 +210,7 @@ class MicroTrainer:
         kept: Sequence[bool],
     ) -> tuple[Blocks, int]:
         """Choose the micro-step's blocks; also return how many of their tokens are learned, counted on the CPU."""
-        config, settings, generator = self.drafter.config, self.settings, self._progress.generator
-        k = config.num_draft_tokens
+        settings, k, generator = self.settings, self.drafter.config.num_draft_tokens, self._progress.generator
         eligible = eligible_anchors(packed)
         if not len(eligible):
             raise ValueError("no sample has two emitted tokens after a context, so none holds a draft")
@@ -223,29 +218,20 @@ class MicroTrainer:
         anchors = choose_anchors(eligible, settings.anchors_per_micro_step, rows, settings.break_share, generator)
         labels, has_label = block_labels(packed, anchors, k)
         is_kept = torch.tensor([*kept] or [False] * len(samples))[packed.segments[anchors]]  # [N]
-        tokens, is_masked = None, torch.ones_like(labels, dtype=torch.bool)
-        if self._denoising.steps > 1:
-            tokens, is_masked = reveal_randomly(labels, config.mask_token_id, self._denoising, generator)
-            is_masked = is_masked | is_kept[:, None]  # the parent may never have seen a partly revealed block
-            tokens = torch.where(is_masked | ~has_label, config.mask_token_id, tokens).to(self._device)
-        is_masked = is_masked & has_label
-        num_tokens = int(is_masked.sum())
-        chosen = (anchors, labels, has_label, is_kept, is_masked)
-        anchors, labels, has_label, is_kept, is_masked = (tensor.to(self._device) for tensor in chosen)
+        num_tokens = int(has_label.sum())
+        chosen = (anchors, labels, has_label, is_kept)
+        anchors, labels, has_label, is_kept = (tensor.to(self._device) for tensor in chosen)
         words = self.drafter.to_words(labels)
-        weights = self._objective.weights(is_kept, is_masked, words)
+        weights = self._objective.weights(is_kept, has_label, words)
         share = 1.0 / len(anchors)
-        packed = packed.to(self._device)
-        return Blocks(packed, anchors, labels, words, is_kept, tokens, is_masked, has_label, weights, share), num_tokens
+        return Blocks(packed.to(self._device), anchors, labels, words, is_kept, has_label, weights, share), num_tokens
 
     def _learn(self, part: Blocks) -> float:
         """Add up the gradients of some blocks; return their loss. Reading it waits for the device."""
         packed = part.packed
         with computing(self._device, self._dtype):
             context = self._context(packed)
-            hidden = self.drafter.draft_hidden(
-                context, packed.positions, packed.token_ids, part.anchors, packed.segments, block_tokens=part.tokens
-            )
+            hidden = self.drafter.draft_hidden(context, packed.positions, packed.token_ids, part.anchors, packed.segments)
             loss = self._objective(hidden, part, context)
         (loss / self.settings.micro_steps_per_update).backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())

@@ -25,9 +25,7 @@ class Blocks:
     labels: Tensor  # [N, K]
     words: Tensor  # [N, K] of the labels; −1: the drafter can't draft it
     is_kept: Tensor  # [N] whether the drafter should stay like its parent there
-    tokens: Tensor | None  # [N, K] the drafter's input in place of masks; None: masks only
-    is_masked: Tensor  # [N, K] whether it is learned: it has a label, and the input doesn't show it
-    has_label: Tensor  # [N, K]
+    has_label: Tensor  # [N, K] whether it is learned
     weights: Tensor  # [N, K] each token's part of the whole micro-step's loss
     share: float  # each block's part of the micro-step
 
@@ -44,8 +42,6 @@ class Blocks:
             labels=self.labels[chosen],
             words=self.words[chosen],
             is_kept=self.is_kept[chosen],
-            tokens=self.tokens[chosen] if self.tokens is not None else None,
-            is_masked=self.is_masked[chosen],
             has_label=self.has_label[chosen],
             weights=self.weights[chosen],
         )
@@ -57,14 +53,14 @@ class Objective:
     def __init__(self, drafter: Drafter, parent: Drafter | None, settings: TrainingSettings) -> None:
         self._drafter, self._parent, self._settings = drafter, parent, settings
 
-    def weights(self, is_kept: Tensor, is_masked: Tensor, words: Tensor) -> Tensor:  # [N], 2 x [N, K] -> [N, K]
+    def weights(self, is_kept: Tensor, has_label: Tensor, words: Tensor) -> Tensor:  # [N], 2 x [N, K] -> [N, K]
         """Each token's share of a micro-step's loss: it falls with the position.
 
-        It is zero for revealed tokens and beyond a sample's end, and in fresh blocks for tokens that the drafter can't draft.
+        It is zero beyond a sample's end, and in fresh blocks for tokens that the drafter can't draft.
         Kept and fresh blocks share by their numbers, a kept block counting `keep_weight` times a fresh one.
         """
         settings = self._settings
-        falling = losses.position_weights(is_masked.shape[1], settings.decay_tokens).to(is_masked.device) * is_masked
+        falling = losses.position_weights(has_label.shape[1], settings.decay_tokens).to(has_label.device) * has_label
         falling *= (words >= 0) | is_kept[:, None]
         weights = torch.empty_like(falling)
         for group, weight in ((is_kept, settings.keep_weight), (~is_kept, 1.0)):
@@ -112,15 +108,15 @@ class Objective:
             goal_head = self._drafter.lm_head if self._drafter.goal_head is None else self._drafter.goal_head
             distance = self._per_token(hidden, blocks.previous, goal=goal, goal_head=goal_head, kind=name)
             return (distance * blocks.weights).sum()
-        can_draft = words >= 0
         surprise = self._per_token(hidden, blocks.previous, labels=words.clamp(min=0))
         if name == "ce":
             return (surprise * blocks.weights).sum()
         if name == "hybrid":
             return (losses.hybrid_on_labels(surprise) * blocks.weights).sum()
-        right = torch.where(blocks.is_masked, torch.exp(-surprise) * can_draft, blocks.has_label.float())
+        is_learned = blocks.has_label & (words >= 0)
+        right = torch.exp(-surprise) * is_learned
         if name == "dpace":
-            weights = losses.shares(losses.dpace_weights(right, blocks.has_label) * blocks.is_masked * can_draft, (1,))
+            weights = losses.shares(losses.dpace_weights(right, blocks.has_label) * is_learned, (1,))
             return blocks.share * (surprise * weights).sum()
         return blocks.share * losses.negative_acceptance_length(right).sum()
 

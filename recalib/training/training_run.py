@@ -118,11 +118,6 @@ class TrainingRun:
 
     def _check_kind(self) -> None:
         """Raise OperationError for settings that drafters of this kind can't be trained with."""
-        if self._training.denoising_steps > 1 and not self._config.can_denoise:
-            raise OperationError(
-                f"trainer.denoising_steps = {self._training.denoising_steps}, but this kind of drafter can't denoise in steps: "
-                "set trainer.denoising_steps = 1"
-            )
         if self._training.loss == "kl" and not reads_last_hidden(self._config, self._request.target_path):
             raise OperationError(
                 f"{_KL_NEEDS}, and this drafter doesn't read it, or the target's logits are capped: {_OTHER_LOSS}"

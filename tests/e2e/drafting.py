@@ -118,7 +118,7 @@ def share_of_equal_drafts(drafter: Drafter, seen: dict[str, Seen], since: dict[s
         if isinstance(drafter, UnrolledDrafter):
             ours = drafter.draft(*given)
         else:
-            ours, _ = drafter.best_drafts(drafter.draft_hidden(*given), tokens[anchors])
+            ours = drafter.best_drafts(drafter.draft_hidden(*given), tokens[anchors])
         theirs = torch.tensor([request.drafts[position] for position in anchors])
         has_room = torch.tensor(anchors)[:, None] + torch.arange(K) < len(rows)
         equal, total = equal + int(((ours == theirs) & has_room).sum()), total + int(has_room.sum())

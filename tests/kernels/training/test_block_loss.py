@@ -80,11 +80,8 @@ def test_weights_that_depend_on_the_losses_get_their_gradient() -> None:
 
 def test_favourite_tokens_of_many_dimensions() -> None:
     hidden, head, _ = inputs("ce")
-    top, log_probs = op.top_tokens(hidden.view(2, 3, H), head)
-    wanted = (hidden.view(2, 3, H) @ head.T).log_softmax(-1).max(-1)
-    assert torch.equal(top, wanted.indices)
-    torch.testing.assert_close(log_probs, wanted.values.detach())
-    assert not log_probs.requires_grad
+    rows = hidden.view(2, 3, H)
+    assert torch.equal(op.top_tokens(rows, head), (rows @ head.T).argmax(-1))
 
 
 def test_the_goal_may_have_a_head_of_its_own() -> None:

@@ -155,9 +155,3 @@ def test_a_drafter_of_pairs_stays_like_its_parent(make_drafter: MakeDrafter, mak
     assert MicroTrainer(drafter, settings, parent).step([sample], kept=[True]).loss == pytest.approx(0.0, abs=1e-5)
     other = make_drafter(seed=1, **changes)
     assert MicroTrainer(drafter, settings, other).step([sample], kept=[True]).loss > 0.01
-
-
-def test_a_drafter_of_pairs_drafts_in_one_pass(make_drafter: MakeDrafter) -> None:
-    for changes in (DFLASH2, DSPARK):
-        with pytest.raises(ValueError, match=r"trainer\.denoising_steps = 1"):
-            MicroTrainer(make_drafter(**changes), TrainingSettings(denoising_steps=2))
