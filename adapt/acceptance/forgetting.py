@@ -58,6 +58,17 @@ class AdaptiveCounts:
         """Independent trials per position that the longest memory holds, [K]."""
         return self._memories[-1].trials
 
+    @property
+    def effective_trials(self) -> Floats:
+        """Independent trials per position that the estimate rests on, [K]: those of which one memory would be as sure.
+
+        A memory's trials are among the longer ones', so the covariance of two memories is the longer one's variance.
+        """
+        trials = np.maximum([one.trials for one in self._memories], 1.0)
+        variances = 1.0 / np.maximum(trials[:, None], trials)  # [M, M, K]
+        effective: Floats = 1.0 / np.einsum("a,b,abk->k", self.weights, self.weights, variances)
+        return effective
+
     def estimate(self, longest: Callable[[Floats, Floats], Floats] = chain_estimate) -> Floats:
         """Estimate conditional acceptance, [K].
 

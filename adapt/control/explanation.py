@@ -28,7 +28,7 @@ def describe(counts: AdaptiveCounts, curve: Floats, shift: Sequence[float] = ())
         "acceptance": [round(value, 4) for value in curve.tolist()],
         "survival": [round(value, 4) for value in survival(curve).tolist()],
         "acceptance_length": round(acceptance_length(curve), 4),
-        "acceptance_length_error": round(length_error(curve, counts.trials), 4),
+        "acceptance_length_error": round(length_error(curve, counts.effective_trials), 4),
         "rounds": counts.num_rounds,
         "trials": [round(value, 1) for value in counts.trials.tolist()],
         "context_shift": [list(row) for row in zip(bucket_starts(), shift, strict=False)],

@@ -139,3 +139,13 @@ def test_after_a_swap_all_memories_are_weak():
     counts.forget(0.02)
     feed(rng, AFTER, 400, counts)
     assert abs(first(counts) - AFTER[0]) < 0.08
+
+
+def test_after_a_change_the_estimate_rests_on_few_trials():
+    rng, counts, trials = np.random.default_rng(2), AdaptiveCounts(7, 4000.0), []
+    for acceptance, batches in ((0.8, 100), (0.4, 5)):
+        for _ in range(batches):
+            counts.observe(np.full(20, 7), simulate_rounds(rng, np.full(7, acceptance), np.full(20, 7)))
+        trials.append((counts.effective_trials[0], counts.trials[0]))
+    assert trials[1][0] < 0.1 * trials[1][1]
+    assert trials[0][0] > 2.0 * trials[1][0]
