@@ -127,6 +127,8 @@ def replay(database: Path, question: Question) -> Document:
     since_s, num_left_out = _start(database, engine_id, question, until_s)
     log, span, unreadable = _read(database, engine_id, since_s, until_s)
     num_spec_tokens = max(log.most_drafted, (hello.chain_tokens or hello.num_spec_tokens) if hello else 0)
+    if num_spec_tokens == 0:
+        raise ReplayError("this engine doesn't speculate; there is no length to compare")
     settings = question.settings or ControllerSettings()
     settings = settings.with_graphs(*(hello.captured_tokens, hello.captured_lengths) if hello else ((), ()))
     try:

@@ -207,6 +207,16 @@ def test_what_the_engine_was_configured_for_is_known_from_its_hello(run: Run, fi
     assert document["policies"][0]["exact_rounds"] < 1.0
 
 
+def test_of_an_engine_that_does_not_speculate_there_is_nothing_to_compare(run: Run, store: Store) -> None:
+    batch, none = engine_batch(1), [0] * STEPS * REQUESTS
+    rounds = msgspec.structs.replace(batch.rounds, num_draft_tokens=none, num_accepted_tokens=none)
+    steps = msgspec.structs.replace(batch.steps, num_draft_tokens=none[:STEPS], num_drafting=none[:STEPS])
+    put(store, msgspec.structs.replace(batch, rounds=rounds, steps=steps))
+    failed = run("--json")
+    assert failed.exit_code == 1
+    assert "doesn't speculate; there is no length to compare" in " ".join(failed.stderr.split())
+
+
 def test_the_engines_graphs_bind_what_honed_would_have_chosen(run: Run, filled: Store) -> None:
     unknown = run("goodput", "static:1")
     assert "any mix of lengths" in unknown.stdout
