@@ -31,7 +31,7 @@ FALLBACKS = {
     "no_policy": "has had no policy from the daemon yet and drafts its configured static length",
     "stale_policy": "has had no message from the daemon for too long and drafts its static length",
     "observe_only": "only logs events: honed can't choose draft lengths there",
-    "error": "caught an error of honed in vLLM and drafts its static length",
+    "error": "caught too many errors of honed and drafts vLLM's own lengths until vLLM restarts",
 }
 
 

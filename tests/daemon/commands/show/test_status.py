@@ -108,7 +108,7 @@ def test_a_healthy_service_has_nothing_to_report() -> None:
         (engine(connected=False, silent_s=60.0), "error", "engine-0 is not connected"),
         (engine(connected=False, silent_s=LATELY_S), "warning", "engine-0 is not connected"),
         (engine(policy={"fallback": "stale_policy"}), "warning", "no message from the daemon for too long"),
-        (engine(policy={"fallback": "error"}), "error", "caught an error"),
+        (engine(policy={"fallback": "error"}), "error", "drafts vLLM's own lengths until vLLM restarts"),
         (engine(policy={"fallback": "something_new"}), "warning", "something_new"),
         (engine(missing_batches=1, loss_age_s=5.0), "error", "never arrived"),
         (engine(malformed_batches=1, loss_age_s=5.0), "error", "inconsistent"),
