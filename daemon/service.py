@@ -17,6 +17,7 @@ from importlib.metadata import version as installed_version
 
 import structlog
 
+from honed.adapt.control.controller import MOST_REASONS, OTHER_REASON
 from honed.adapt.monitor.drift import Alarm
 from honed.adapt.protocol import wire
 from honed.daemon.background import Background, Job
@@ -65,8 +66,6 @@ TICK_S = 1.0
 LEARN_S = 0.05
 REST_PER_WORK = 0.5
 """Time that the controllers leave to others after each batch, relative to what it took: they get two thirds at most."""
-MOST_REASONS, OTHER_REASON = 32, "other"
-"""Reasons of an engine's decisions that are counted apart; the rest counts under one name."""
 _PAUSED = "training_paused"
 """Key in the table `meta`."""
 

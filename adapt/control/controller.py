@@ -33,6 +33,8 @@ _COMPARE_SHARE = 0.1
 in so many steps, lasts only as long as they take turns."""
 _SETTLING_BATCHES = 64
 """Batches from the end of turns within which the version that stays may come back: a busy engine sends four per second."""
+MOST_REASONS, OTHER_REASON = 32, "other"
+"""Reasons of an engine's decisions that are counted apart; the rest counts under one name."""
 _CHANGES_KEPT = 32
 
 
@@ -101,7 +103,9 @@ class EngineController:
             self._boot_id = batch.boot_id
             self._steps.new_clock()
         self._steps.observe(steps, with_trees)
-        self._decisions.update(batch.steps.decision)
+        for reason, count in Counter(batch.steps.decision).items():
+            is_kept = reason in self._decisions or len(self._decisions) < MOST_REASONS
+            self._decisions[reason if is_kept else OTHER_REASON] += count
         events: list[Event] = []
         for name, rounds in by_workload:
             events += self._acceptance.observe(name, rounds, batch.sent_unix_ns / 1e9 or None)

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from honed.adapt.control import acceptance_beliefs
-from honed.adapt.control.controller import EngineController
+from honed.adapt.control.controller import MOST_REASONS, EngineController
 from honed.adapt.control.settings import ControllerSettings, Override
 from honed.adapt.lengths.decider import Decider
 from honed.adapt.protocol import wire
+from honed.adapt.protocol.wire import StepColumns
 from tests.adapt.simulate import make_batch, simulate_rounds
 
 K = 7
@@ -550,3 +551,14 @@ def test_acceptance_that_falls_with_the_context_is_shipped_explained_and_calibra
 def rounds_known(controller):
     """Weight of the rounds that the default workload's curve rests on."""
     return controller.beliefs()["workloads"]["default"]["trials"][0]
+
+
+def test_however_many_reasons_an_engine_names_few_are_kept():
+    controller = make_controller()
+    steps = StepColumns(
+        **{name: [1] * 100 for name in StepColumns.__struct_fields__} | {"decision": [f"r{n}" for n in range(100)]}
+    )
+    controller.observe(make_batch([], [], steps=steps))
+    decisions = controller.beliefs()["decisions"]
+    assert len(decisions) == MOST_REASONS + 1
+    assert decisions["other"] == 100 - MOST_REASONS

@@ -16,11 +16,12 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from honed.adapt.control.controller import MOST_REASONS
 from honed.adapt.protocol import wire
 from honed.daemon.api.models import StatusView
 from honed.daemon.ingest import engines
 from honed.daemon.metrics.render import render
-from honed.daemon.service import MOST_REASONS, Service
+from honed.daemon.service import Service
 from honed.daemon.store.export import Chosen, export
 from honed.daemon.store.pruning import apply_deletions
 from honed.daemon.views import views
