@@ -211,7 +211,8 @@ def _memory(settings: Settings, status: dict[str, Any] | None, command: Sequence
     device = doctor_host.device_of(trainer.device)
     is_gpu, is_auto = device.startswith("cuda"), trainer.device == "auto"
     listing = doctor_memory.gpu_listing() if is_gpu else None
-    engines = engine_gpus(settings.paths.runtime_dir / "engines", trainer.yields_to)
+    folder = settings.paths.runtime_dir / "engines"
+    engines = engine_gpus(folder, trainer.yields_to, trainer.other_engines_dirs(folder))
     if is_gpu and is_auto:
         device = doctor_memory.roomiest(listing, engines)
 

@@ -9,7 +9,7 @@ import contextlib
 import fcntl
 import fnmatch
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
@@ -19,6 +19,7 @@ from honed.adapt.protocol.step_page import NUM_BYTES, unpack_gpus
 
 GIVEN_UP_S = 900.0
 """Seconds after which an engine that is down isn't awaited any more: large models take minutes to start."""
+_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +44,46 @@ class FreeGpu(Protocol):
         """Its UUID, as engines tell it."""
 
 
-def engine_gpus(engines_dir: Path, patterns: Sequence[str] = ("*",)) -> list[EngineGpus]:
-    """Read the pages of all engines; those that can't be read are left out.
+def engine_pages(engines_dir: Path, patterns: Sequence[str], others: Iterable[Path] = ()) -> Iterator[tuple[str, Path, bool]]:
+    """Find all engines' pages. Yields the engine's name, the page's path, and whether the trainer yields to the engine.
 
     Args:
         engines_dir: has a folder for each engine.
-        patterns: `trainer.yields_to`. Another engine counts only as far as it has told its GPUs.
+        patterns: `trainer.yields_to`, for these engines.
+        others: such folders of other daemons. The trainer yields to all engines there. Their names say where they are.
+    """
+    for folder, place in ((engines_dir, ""), *((other, f" of {other.parent}") for other in others)):
+        for page in sorted(glob("*/busy", root_dir=folder)):
+            engine_id = os.path.dirname(page)
+            is_shared = bool(place) or any(fnmatch.fnmatchcase(engine_id, pattern) for pattern in patterns)
+            yield engine_id + place, folder / page, is_shared
+
+
+def why_unseen(engines_dir: Path) -> str:
+    """Reason why engines in a folder may be there and can't be seen; "" if they can."""
+    try:
+        with os.scandir(engines_dir) as folders:
+            for folder in folders:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    os.close(os.open(os.path.join(folder.path, "busy"), _OPEN))
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    return ""
+
+
+def engine_gpus(engines_dir: Path, patterns: Sequence[str] = ("*",), others: Iterable[Path] = ()) -> list[EngineGpus]:
+    """Read the pages of all engines, as `engine_pages` finds them; those that can't be read are left out.
+
+    An engine that the trainer doesn't yield to counts only as far as it has told its GPUs.
     """
     found = []
-    for path in (engines_dir / name for name in sorted(glob("*/busy", root_dir=engines_dir))):
+    for name, path, is_shared in engine_pages(engines_dir, patterns, others):
         with contextlib.suppress(OSError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+            descriptor = os.open(path, _OPEN)
             try:
                 reserves = unpack_gpus(os.pread(descriptor, NUM_BYTES, 0))
-                if reserves is not None or any(fnmatch.fnmatchcase(path.parent.name, pattern) for pattern in patterns):
-                    found.append(EngineGpus(path.parent.name, is_held(descriptor), reserves))
+                if reserves is not None or is_shared:
+                    found.append(EngineGpus(name, is_held(descriptor), reserves))
             finally:
                 os.close(descriptor)
     return found
@@ -70,13 +96,15 @@ class AwaitedEngines:
         monotonic: seconds.
     """
 
-    def __init__(self, engines_dir: Path, patterns: Sequence[str], monotonic: Callable[[], float]) -> None:
-        self._engines_dir, self._patterns, self._monotonic = engines_dir, patterns, monotonic
+    def __init__(
+        self, engines_dir: Path, patterns: Sequence[str], monotonic: Callable[[], float], others: Sequence[Path] = ()
+    ) -> None:
+        self._engines_dir, self._patterns, self._others, self._monotonic = engines_dir, patterns, others, monotonic
         self._down_since_s: dict[str, float] = {}
 
     def __call__(self) -> list[EngineGpus]:
         """Read the pages now."""
-        now_s, found = self._monotonic(), engine_gpus(self._engines_dir, self._patterns)
+        now_s, found = self._monotonic(), engine_gpus(self._engines_dir, self._patterns, self._others)
         before = self._down_since_s
         self._down_since_s = {one.engine_id: before.get(one.engine_id, now_s) for one in found if not one.is_alive}
         return [one for one in found if now_s - self._down_since_s.get(one.engine_id, now_s) < GIVEN_UP_S]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal, TypeAlias
 
 from honed.adapt.protocol.ranges import COUNT, PROBABILITY, SECONDS, SHARE, Range, Ranges, check_ranges
@@ -62,6 +64,9 @@ class TrainerSettings(SampleSettings):
     yields_to: tuple[str, ...] = ("*",)
     """Ids of the engines on the device or its cores; `*` matches anything. Training runs while none of them has a request,
     or as `when` says. Use `[]` for a device that only the trainer uses."""
+    other_runtime_dirs: tuple[str, ...] = ()
+    """Runtime directories of other daemons on this host, as `["/run/honed-code"]`. Training yields to all engines there too,
+    and leaves free what they will still want of a GPU."""
     when: When = "idle"
     """"idle": while no engine that it yields to has a request. "spare": also beside requests, as long as that slows their
     steps by less than `latency_budget` and `p99_budget`, which is measured all the time. "always": it yields to none."""
@@ -161,6 +166,17 @@ class TrainerSettings(SampleSettings):
             raise ValueError(f"device is {self.device!r}: use auto, cpu, cuda, or cuda:N with a GPU's number, as in cuda:0")
         if not self.blends:
             raise ValueError("blends is empty: at least one candidate must be judged, for example [1.0]")
+        if wrong := [one for one in self.other_runtime_dirs if not os.path.isabs(one) or "\0" in one]:
+            raise ValueError(f'other_runtime_dirs has {wrong[0]!r}: use absolute paths of folders, as in ["/run/honed-code"]')
+
+    def other_engines_dirs(self, engines_dir: Path) -> list[Path]:
+        """Folders of the engines of `other_runtime_dirs`.
+
+        Args:
+            engines_dir: the trainer's own, which isn't another even if it is listed.
+        """
+        listed = dict.fromkeys(os.path.realpath(os.path.join(one, "engines")) for one in self.other_runtime_dirs)
+        return [Path(one) for one in listed if one != os.path.realpath(engines_dir)]
 
     @property
     def unit_s(self) -> float:

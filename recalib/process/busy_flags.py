@@ -6,7 +6,6 @@ left at 1 by a dead engine is recognised by the file's lock, which a living engi
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import os
 import struct
@@ -14,8 +13,12 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+import structlog
+
 from honed.adapt.protocol.step_page import FLAG, NUM_BYTES, StepRow, rows_after
-from honed.recalib.config.engine_gpus import is_held
+from honed.recalib.config.engine_gpus import engine_pages, is_held, why_unseen
+
+log = structlog.get_logger("honed.trainer")
 
 
 class BusyFlagReader:
@@ -84,25 +87,33 @@ class BusyFlagReader:
 class BusyFlags:
     """The flags of all engines that share the trainer's device: it is busy while one of them has work."""
 
-    def __init__(self, engines_dir: Path, patterns: Sequence[str]) -> None:
-        """Each engine has a folder with its name in `engines_dir`. A pattern is an id; `*` in it matches anything."""
-        self._engines_dir, self._patterns = engines_dir, patterns
-        self._flags: dict[Path, BusyFlagReader] = {}
+    def __init__(self, engines_dir: Path, patterns: Sequence[str], others: Sequence[Path] = ()) -> None:
+        """Each engine has a folder with its name in `engines_dir`. A pattern is an id; `*` in it matches anything.
+
+        Args:
+            others: such folders of other daemons, whose engines all count.
+        """
+        self._engines_dir, self._patterns, self._others = engines_dir, patterns, others
+        self._unseen = dict.fromkeys(others, "")
+        self._flags: dict[str, BusyFlagReader] = {}
         self._raised: dict[str, BusyFlagReader] = {}
 
     def discover(self) -> None:
         """Find engines that have started or stopped."""
-        paths = {path for path in self._engines_dir.glob("*/busy") if self._is_shared_with(path.parent.name)}
-        self._flags = {path: self._flags.get(path) or BusyFlagReader(path) for path in paths}
+        pages = {n: path for n, path, is_shared in engine_pages(self._engines_dir, self._patterns, self._others) if is_shared}
+        self._flags = {name: self._flags.get(name) or BusyFlagReader(path) for name, path in pages.items()}
+        for folder, before in self._unseen.items():
+            if (why := why_unseen(folder)) != before:
+                self._tell_unseen(folder, why)
 
     def is_busy(self) -> bool:
         """Return whether any of them has work now."""
-        self._raised = {path.parent.name: flag for path, flag in self._flags.items() if flag.is_busy()}
+        self._raised = {name: flag for name, flag in self._flags.items() if flag.is_busy()}
         return bool(self._raised)
 
     def living(self) -> set[str]:
         """Ids of the engines that are alive, of those that `discover` found."""
-        return {path.parent.name for path, flag in self._flags.items() if flag.is_alive()}
+        return {name for name, flag in self._flags.items() if flag.is_alive()}
 
     @property
     def busy_engines(self) -> Collection[str]:
@@ -111,7 +122,7 @@ class BusyFlags:
 
     def new_steps(self) -> list[tuple[str, StepRow]]:
         """Return all engines' steps since the last call with their engine's id, in the order of their ends."""
-        rows = [(path.parent.name, row) for path, flag in self._flags.items() for row in flag.new_steps()]
+        rows = [(name, row) for name, flag in self._flags.items() for row in flag.new_steps()]
         return sorted(rows, key=lambda one: one[1].end_ns)
 
     @property
@@ -119,8 +130,16 @@ class BusyFlags:
         """Start of the work that `is_busy` last saw, as `BusyFlagReader.raised_s`."""
         return min((flag.raised_s for flag in self._raised.values()), default=0.0)
 
-    def _is_shared_with(self, engine_id: str) -> bool:
-        return any(fnmatch.fnmatchcase(engine_id, pattern) for pattern in self._patterns)
+    def _tell_unseen(self, folder: Path, why: str) -> None:
+        self._unseen[folder] = why
+        if why:
+            log.warning(
+                "engines of another runtime directory can't be seen: training doesn't yield to them",
+                error=why,
+                cure="Put the trainer's user into that folder's group, or correct trainer.other_runtime_dirs.",
+            )
+        else:
+            log.info("engines of another runtime directory can be seen", folder=str(folder))
 
 
 class Idleness:

@@ -71,7 +71,8 @@ class Trainer:
         self._next_status_s = self._next_discovery_s = self._next_samples_s = 0.0
         self._beside: set[str] = set()
         """Engines that shared the device when the operation began."""
-        self._engines = AwaitedEngines(traffic.engines_dir, settings.yields_to, monotonic)
+        others = settings.other_engines_dirs(traffic.engines_dir)
+        self._engines = AwaitedEngines(traffic.engines_dir, settings.yields_to, monotonic, others)
         self._link = TrainerLink(endpoint, self._hello)
 
     def turn(self) -> None:

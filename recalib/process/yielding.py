@@ -51,7 +51,8 @@ class Yielding:
         self._computed_before_s = 0.0  # last read of the flags that found no work
         self._unit_began_s = self._stood_by_s = self._rests_until_s = 0.0
         self.is_paused = self._was_working = False
-        self.busy = BusyFlags(engines_dir, settings.yields_to if self._is_yielding else ())
+        others = settings.other_engines_dirs(engines_dir)
+        self.busy = BusyFlags(engines_dir, settings.yields_to, others) if self._is_yielding else BusyFlags(engines_dir, ())
         self.spare = SpareTime(settings.latency_budget, settings.p99_budget) if settings.when == "spare" else None
         self.idleness, self.preemptions = Idleness(), Preemptions()
         self._beside_since_s: float | None = None

@@ -77,6 +77,19 @@ def test_what_is_no_page_is_left_out(tmp_path: Path) -> None:
     assert engine_gpus(tmp_path / "none") == []
 
 
+def test_engines_of_other_runtime_directories_are_left_their_memory(tmp_path: Path) -> None:
+    ours, other = tmp_path / "ours" / "engines", tmp_path / "other" / "engines"
+    engines = [BusyFlag(folder / "chat-0" / "busy") for folder in (ours, other)]
+    for engine in engines:
+        engine.tell_gpus({A: 2 * GIB})
+    found = AwaitedEngines(ours, ["*"], lambda: 0.0, [other])()
+    assert [one.engine_id for one in found] == ["chat-0", f"chat-0 of {other.parent}"]
+    assert reserve_on(A, found) == 4 * GIB
+    engines[1].close()
+    assert owner_of(A, engine_gpus(ours, ["*"], [other])) == f"chat-0 of {other.parent}"
+    engines[0].close()
+
+
 def test_the_reserves_of_all_living_engines_on_a_gpu_add_up() -> None:
     engines = [
         EngineGpus("a", True, {A: 4 * GIB, B: GIB}),

@@ -35,6 +35,23 @@ def test_devices_are_named_as_pytorch_names_them(device):
     assert device == "auto" or str(torch.device(device)) == device
 
 
+@pytest.mark.parametrize("listed", ["run/code", "", "~/run", "/run/\0"])
+def test_a_runtime_directory_that_cannot_be_meant_is_named(listed):
+    with pytest.raises(
+        ValueError, match=r'other_runtime_dirs has .*: use absolute paths of folders, as in \["/run/honed-code"\]'
+    ):
+        TrainerSettings(other_runtime_dirs=("/run/honed-code", listed))
+
+
+def test_its_own_runtime_directory_is_no_other_one(tmp_path):
+    """Else its engines' memory would be counted twice."""
+    (tmp_path / "link").symlink_to(tmp_path / "own")
+    settings = TrainerSettings(
+        other_runtime_dirs=(f"{tmp_path}/other", f"{tmp_path}/link", f"{tmp_path}/own/", f"{tmp_path}/other/")
+    )
+    assert settings.other_engines_dirs(tmp_path / "own" / "engines") == [tmp_path / "other" / "engines"]
+
+
 def test_a_gpu_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -99,9 +99,9 @@ def test_engines_that_are_gone_are_let_go_of(tmp_path):
     engine, flags = BusyFlag(tmp_path / "chat-0" / "busy"), BusyFlags(tmp_path, ["*"])
     engine.set(True)
     flags.discover()
-    flag = flags._flags[tmp_path / "chat-0" / "busy"]
+    flag = flags._flags["chat-0"]
     flags.discover()
-    assert flags._flags[tmp_path / "chat-0" / "busy"] is flag
+    assert flags._flags["chat-0"] is flag
     (tmp_path / "chat-0" / "busy").unlink()
     flags.discover()
     assert not flags.is_busy()
@@ -126,6 +126,29 @@ def test_only_engines_on_its_device_are_looked_at(tmp_path, patterns, shared):
         flags.discover()
         assert flags.is_busy() == (name in shared)
         engine.set(False)
+
+
+def test_all_engines_of_other_runtime_directories_count(tmp_path, capsys):
+    """Another daemon's engine may have the same name as one of ours."""
+    ours, other = tmp_path / "ours" / "engines", tmp_path / "other" / "engines"
+    flags = BusyFlags(ours, ["chat-*"], [other])
+    flags.discover()
+    assert f"{other}: No such file or directory" in capsys.readouterr().out
+    theirs, unshared = BusyFlag(other / "engine-0" / "busy"), BusyFlag(ours / "engine-0" / "busy")
+    theirs.set(True)
+    flags.discover()
+    flags.discover()
+    assert capsys.readouterr().out.count("can be seen") == 1
+    assert flags.is_busy()
+    assert set(flags.busy_engines) == flags.living() == {f"engine-0 of {other.parent}"}
+    theirs.note_step(1, 1, 1, 1, 0, 0)
+    assert [name for name, _ in flags.new_steps()] == [f"engine-0 of {other.parent}"]
+    (other / "link").mkdir()
+    (other / "link" / "busy").symlink_to(other / "engine-0" / "busy")
+    flags.discover()
+    assert f"{other / 'link' / 'busy'}: Too many levels of symbolic links" in capsys.readouterr().out
+    theirs.close()
+    unshared.close()
 
 
 def test_idleness_is_a_share_of_time():

@@ -243,6 +243,21 @@ def test_with_a_device_of_its_own_it_trains_whatever_engines_do(daemon: zmq.Sock
     flag.close()
 
 
+def test_it_yields_to_another_daemon_s_engines(daemon: zmq.Socket[bytes], tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    flag = BusyFlag(other / "engines" / "e" / "busy")
+    flag.set(True)
+    trainer, request = make_trainer(tmp_path, other_runtime_dirs=(str(other),))
+    ask(daemon, trainer, request)
+    until_s = time.monotonic() + 30.0
+    while trainer._state != "waiting" and time.monotonic() < until_s:
+        trainer.turn()
+    assert trainer._state == "waiting"
+    assert [engine.engine_id for engine in trainer._engines()] == [f"e of {other}"]
+    trainer.close()
+    flag.close()
+
+
 @pytest.mark.fault("a restart of vLLM while a training holds the GPU's memory")
 @pytest.mark.parametrize("is_saving", [False, True], ids=["computing", "saving its state"])
 def test_a_training_on_a_gpu_ends_with_an_engine_beside_it(
