@@ -141,6 +141,11 @@ def make_folder(path: Path, mode: int) -> None:
     if why := why_untrusted(path, found.st_mode, found.st_uid, parent.st_mode, os.getuid()):
         raise StartError(f"{why}: {OWN_FOLDER}")
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        if os.statvfs(path).f_flag & os.ST_RDONLY:
+            raise StartError(
+                f"folder {path} is on a file system that is mounted read-only, perhaps since a disk error (`dmesg`): "
+                "mount it for writing, or set HONED_RUNTIME_DIR or HONED_STATE_DIR to another folder"
+            )
         raise StartError(
             f"folder {path} belongs to user {found.st_uid}, with mode {stat.S_IMODE(found.st_mode):04o}, so user {os.getuid()} "
             f"can't write to it: `chown {os.getuid()} {path}`, or set HONED_RUNTIME_DIR or HONED_STATE_DIR to another folder"

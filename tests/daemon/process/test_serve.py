@@ -171,6 +171,27 @@ def test_a_first_start_on_a_full_disk_is_one_clear_line(folder: Path) -> None:
     assert last == "code 2"
 
 
+READ_ONLY = """
+import subprocess, sys
+from pathlib import Path
+from honed.daemon.errors import StartError
+from honed.daemon.process.serve import make_folder
+folder = Path(sys.argv[1])
+subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+try:
+    make_folder(folder, 0o750)
+except StartError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_was_mounted_read_only_is_named_as_such(folder: Path) -> None:
+    (folder / "disk").mkdir()
+    said = run_on_tmpfs(folder / "disk", "1m", READ_ONLY, str(folder / "disk"))
+    assert said.startswith(f"folder {folder / 'disk'} is on a file system that is mounted read-only")
+    assert "chown" not in said
+
+
 def test_a_port_in_use_is_one_clear_line(daemon: DaemonProcess) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
