@@ -8,6 +8,7 @@ removes their units.
 from __future__ import annotations
 
 import difflib
+import errno
 import hashlib
 import json
 import os
@@ -299,25 +300,35 @@ def _read(path: Path) -> str | None:
 
 def _write(path: Path, text: str) -> None:
     """Write all or nothing: a truncated unit file must never be loaded."""
-    missing = [folder for folder in path.parents if not folder.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
-        folder.chmod(0o755)  # whatever the umask: systemd leaves a folder's mode alone, and the services read theirs
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    name = ""
     try:
+        missing = [folder for folder in path.parents if not folder.exists()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in missing:
+            folder.chmod(0o755)  # whatever the umask: systemd leaves a folder's mode alone, and the services read theirs
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
             os.fchmod(file.fileno(), 0o644)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        if name:
+            Path(name).unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _refused(error: OSError) -> InstallError:
-    cure = "Run it as root: `sudo honed install --apply`." if isinstance(error, PermissionError) else ""
+    cures = {
+        errno.ENOSPC: f"Make room on the disk of {error.filename}, and run it again.",
+        errno.EROFS: f"Mount the file system of {error.filename} for writing, and run it again.",
+    }
+    cure = (
+        "Run it as root: `sudo honed install --apply`."
+        if isinstance(error, PermissionError)
+        else cures.get(error.errno or 0, "")
+    )
     return InstallError(f"{error.filename} can't be written: {error.strerror}", cure=cure)
 
 

@@ -18,6 +18,7 @@ from honed.daemon.commands.install import SERVICES, TIMEOUT_S
 from honed.daemon.commands.main import app
 from honed.daemon.install import units
 from honed.daemon.install.units import RECORD, SOURCES, Place
+from tests.full_tmpfs import run_on_tmpfs
 
 Run = Callable[..., Result]
 UNIT, TRAINER = "etc/systemd/system/honed.service", "etc/systemd/system/honed-trainer.service"
@@ -320,6 +321,35 @@ def test_a_folder_that_may_not_be_written_is_one_clear_line(run: Run, root: Path
     assert result.exit_code == 1
     assert "honed: " in result.stderr
     assert "Traceback" not in result.output
+
+
+FULL = """
+import errno, os, subprocess, sys
+from pathlib import Path
+from honed.daemon.install.units import InstallError, Place, apply, plan
+folder = Path(sys.argv[1])
+if sys.argv[2] == "full":
+    with (folder / "ballast").open("wb") as ballast:
+        try:
+            ballast.write(bytes(1 << 20))
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+else:
+    subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+place = Place(folder)
+try:
+    apply(place, plan(place))
+except InstallError as error:
+    print(error, error.cure, sep="|")
+"""
+
+
+@pytest.mark.parametrize(("state", "cure"), [("full", "Make room on the disk of"), ("ro", "Mount the file system of")])
+def test_a_disk_that_takes_no_file_is_named_with_the_file(root: Path, state: str, cure: str) -> None:
+    said, cured = run_on_tmpfs(root, "64k", FULL, str(root), state).strip().split("|")
+    assert re.match(rf"{root}/etc/\S+[^.]\S* can't be written: ", said)
+    assert cured.startswith(f"{cure} {root}/etc/")
+    assert "Errno" not in said
 
 
 def test_a_damaged_record_is_named_and_nothing_is_overwritten(run: Run, root: Path) -> None:
