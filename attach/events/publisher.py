@@ -216,7 +216,9 @@ class Publisher:
                 self._outbox.acknowledge(message.seq)
                 self._progress_s = time.monotonic()
         elif isinstance(message, wire.Policy):
-            self._callbacks.on_policy(message)
+            self._pieces.begin(0.0 if self._stop.is_set() else PATIENCE_S)
+            with self._pieces.one("policy"):
+                self._callbacks.on_policy(message)
         else:
             self._callbacks.on_command(message)
 

@@ -178,6 +178,7 @@ def test_policies_and_commands_reach_the_engine_and_garbage_does_not(
     eventually(lambda: bool(seen["policy"] and seen["command"]))
     assert seen["policy"][0].generation == 4
     assert seen["command"][0].command_id == "c"
+    assert "policy" in publisher._pieces._needed_ns, "a policy takes milliseconds: the model's wait is for that"
 
 
 @pytest.mark.parametrize(
