@@ -35,6 +35,17 @@ LIMITS = (
     "vLLM's Python environment must also hold honed, and the user that runs vLLM must be in the daemon's group",
 )
 
+WITHOUT_GRAPHS = (
+    "without --graphs, as 0,3,7: on vLLM's V2 runner with CUDA graphs, honed chooses between all drafts and none in steps "
+    "that a full graph holds"
+)
+WITH_GRAPHS = (
+    "num_speculative_tokens_per_batch_size gets CUDA graphs captured for its lengths; vLLM follows it only while honed doesn't "
+    "decide, and drafts the longest length then, but for the largest batch sizes",
+    "the table needs this --max-num-seqs: with a lower one its last lengths get no graphs. vLLM's own default depends on the "
+    "GPU's memory (256, or 1024 from 70 GiB on, A100s excepted): give --max-num-seqs to change it",
+)
+
 METHODS = ("dflash", "dspark", "eagle3", "mtp")
 """Those that a drafter's config.json tells."""
 MOST_TREE_SLOTS = 128
@@ -94,7 +105,7 @@ def make(
     if engine_id:
         check_engine_id(engine_id)
         environment["HONED_ENGINE_ID"] = engine_id
-    flags = ["--model", model] if model else []
+    flags, limits = ["--model", model] if model else [], LIMITS
     method = method_named(method)
     if (graphs or tree_slots) and not drafter and not method:
         raise ValueError("graphs and tree slots are part of --speculative-config: give --drafter or --method too")
@@ -138,19 +149,23 @@ def make(
                 raise ValueError(f"a graph for {max(graphs)} draft tokens, but at most {k} are drafted")
             speculative["num_speculative_tokens_per_batch_size"] = table_for([*{*graphs, k}], max_num_seqs)
             flags += ["--max-num-seqs", str(max_num_seqs)]
+            limits = (*WITH_GRAPHS, *limits)
+        elif not tree_slots:
+            limits = (WITHOUT_GRAPHS, *limits)
         flags += ["--speculative-config", json.dumps(speculative, separators=(",", ":"))]
     flags += ["--scheduler-cls", SCHEDULER, "--worker-extension-cls", WORKER_EXTENSION]
     if tree_slots:
         environment["HONED_TREES"] = "graphs" if graphs else "1"
         flags += [] if graphs else ["--enforce-eager"]
-    return VllmArgs(environment, flags)
+    return VllmArgs(environment, flags, limits)
 
 
 def table_for(lengths: list[int], max_num_seqs: int) -> list[tuple[int, int, int]]:
-    """A `num_speculative_tokens_per_batch_size` with all these lengths, the longest for the smallest batches.
+    """A `num_speculative_tokens_per_batch_size` with all these lengths: the longest for all batches but the largest few.
 
-    vLLM's V2 runner captures full graphs for its lengths. The runner follows the table only while honed doesn't decide. Batch
-    sizes double from one length to the next.
+    vLLM's V2 runner captures full graphs for the lengths that some batch size has, of those up to the server's
+    `--max-num-seqs`. It follows the table only while honed doesn't decide. So each shorter length has one batch size, among
+    the largest, where drafting pays least.
 
     Raises:
         ValueError: there are more lengths than batch sizes, or equal or negative lengths.
@@ -160,13 +175,9 @@ def table_for(lengths: list[int], max_num_seqs: int) -> list[tuple[int, int, int
         raise ValueError(f"draft lengths to capture graphs for must be different and not negative, not {lengths}")
     if len(chosen) > max_num_seqs:
         raise ValueError(f"{len(chosen)} draft lengths need as many batch sizes, and --max-num-seqs is {max_num_seqs}")
-    rows, start = [], 1
-    for index, length in enumerate(chosen):
-        after = len(chosen) - index - 1
-        end = max_num_seqs if not after else min(2 * start - 1, max_num_seqs - after)
-        rows.append((start, end, length))
-        start = end + 1
-    return rows
+    first = max_num_seqs - len(chosen) + 2
+    """Where the shorter lengths begin."""
+    return [(1, first - 1, chosen[0]), *((size, size, length) for size, length in enumerate(chosen[1:], first))]
 
 
 def server_command() -> str:

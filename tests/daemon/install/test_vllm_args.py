@@ -148,8 +148,19 @@ def test_every_draft_length_that_is_asked_for_is_in_vllms_table(tmp_path: Path) 
     made = vllm_args.make(RUNTIME_DIR, drafter=drafter(tmp_path, block_size=16), graphs=[0, 3, 7], max_num_seqs=64)
     pairs = dict(zip(made.flags[::2], made.flags[1::2], strict=True))
     table = json.loads(pairs["--speculative-config"])["num_speculative_tokens_per_batch_size"]
-    assert table == [[1, 1, 15], [2, 3, 7], [4, 7, 3], [8, 64, 0]]
+    assert table == [[1, 61, 15], [62, 62, 7], [63, 63, 3], [64, 64, 0]], "the longest, but for what graphs need"
     assert pairs["--max-num-seqs"] == "64"
+    shell = made.render("shell")
+    assert "# num_speculative_tokens_per_batch_size gets CUDA graphs captured" in shell
+    assert "without --graphs" not in shell
+
+
+def test_it_says_what_is_missing_without_graphs(tmp_path: Path) -> None:
+    made = vllm_args.make(RUNTIME_DIR, drafter=drafter(tmp_path, block_size=16))
+    assert "# without --graphs, as 0,3,7: on vLLM's V2 runner with CUDA graphs, honed chooses between all drafts and none" in (
+        made.render("shell")
+    )
+    assert "--graphs, as" not in vllm_args.make(RUNTIME_DIR).render("shell"), "nothing is drafted"
 
 
 @pytest.mark.parametrize(
