@@ -72,7 +72,9 @@ class Drafters:
             return known
         self.learn_target(hello.target_path)
         take = self.registry.import_head if hello.method == "mtp" else self.registry.import_checkpoint
-        manifest = take(folder, target_path=hello.target_path, note=f"loaded by engine {hello.engine_id}", user=user)
+        digest = self.digest_of(hello.target_path) or None
+        note = f"loaded by engine {hello.engine_id}"
+        manifest = take(folder, target_path=hello.target_path, target_sha256=digest, note=note, user=user)
         if len(self._identified) >= MOST_IDENTIFIED:
             self._identified.clear()
         self._identified[place] = manifest.version, stamps

@@ -109,6 +109,7 @@ class Registry:
         figures: Figures = NO_FIGURES,
         data_window: Mapping[str, Any] | None = None,
         target_path: str = "",
+        target_sha256: str | None = None,
         vllm_version: str = "",
         note: str = "",
         origin: str = "",
@@ -118,6 +119,7 @@ class Registry:
         """Add a version: `write` puts model.safetensors and config.json into the given empty folder.
 
         Args:
+            target_sha256: the target's digest; None: it is read.
             created_unix_s: when it was trained, elsewhere; 0: now.
             is_unique: return the version with the same files for the same target, if another writer has added it meanwhile.
 
@@ -125,7 +127,8 @@ class Registry:
             RegistryError: the result isn't a checkpoint, or the disk fails; nothing is left behind then.
         """
         about = {"parent": parent, "scope": scope, "target_path": target_path, "vllm_version": vllm_version}
-        about |= {"note": note, "origin": origin, "target_sha256": digest_of_target(target_path)}
+        digest = digest_of_target(target_path) if target_sha256 is None else target_sha256
+        about |= {"note": note, "origin": origin, "target_sha256": digest}
         window = dict(data_window or {})
         with self._temporary_folder() as folder:
             write(folder)
@@ -135,21 +138,25 @@ class Registry:
                 fsync_path(folder / name)
             return self._publish(folder, draft, is_unique)
 
-    def import_checkpoint(self, path: Path, *, target_path: str = "", note: str = "", user: User | None = None) -> Manifest:
+    def import_checkpoint(
+        self, path: Path, *, target_path: str = "", target_sha256: str | None = None, note: str = "", user: User | None = None
+    ) -> Manifest:
         """Return the version with a checkpoint folder's weights and configuration; add it if there is none. Reads all bytes.
 
         Weights in several files are one in the version.
 
         Args:
             target_path: the target that it drafts for; the same drafter of another target is another version.
+            target_sha256: the target's digest; None: it is read.
             user: who named the folder, if somebody else; the user must be able to read it too.
 
         Raises:
             RegistryError: the folder isn't a drafter's checkpoint.
         """
         path = Path(path)
+        digest = digest_of_target(target_path) if target_sha256 is None else target_sha256
         if not is_missing(path / CONFIG) and is_missing(path / WEIGHTS):
-            return self._import_parts(path, target_path, note, user)
+            return self._import_parts(path, target_path, digest, note, user)
         with ExitStack() as stack:
             try:
                 files = {name: stack.enter_context(open_regular(path / name)) for name in (CONFIG, WEIGHTS)}
@@ -162,7 +169,7 @@ class Registry:
                 config_sha256, sha256 = (hashlib.file_digest(file, "sha256").hexdigest() for file in files.values())
             except OSError as error:
                 raise RegistryError(f"{error.filename or path} can't be read ({error.strerror}); {CHECKPOINT}") from error
-            if (known := self._known(sha256, config_sha256, target_path)) is not None:
+            if (known := self._known(sha256, config_sha256, target_path, digest)) is not None:
                 return known
 
             def copy(folder: Path) -> None:
@@ -171,10 +178,9 @@ class Registry:
                     with (folder / name).open("wb") as out:
                         shutil.copyfileobj(file, out, 1 << 20)
 
-            note = note or f"imported from {path}"
-            return self.create(copy, scope="imported", target_path=target_path, note=note, is_unique=True)
+            return self._import(copy, target_path, digest, note or f"imported from {path}")
 
-    def _import_parts(self, path: Path, target_path: str, note: str, user: User | None) -> Manifest:
+    def _import_parts(self, path: Path, target_path: str, digest: str, note: str, user: User | None) -> Manifest:
         """As `import_checkpoint`, of weights in shards, or in a file of another name."""
         with self._temporary_folder() as folder:
             try:
@@ -185,56 +191,56 @@ class Registry:
                 raise RegistryError(f"{path}: {error}") from error
             except OSError as error:
                 raise RegistryError(f"{error.filename or path} can't be read ({error.strerror}); {CHECKPOINT}") from error
-            return self._add(folder, target_path, note or f"imported from {path}")
+            return self._add(folder, target_path, digest, note or f"imported from {path}")
 
-    def import_head(self, target: Path, *, target_path: str = "", note: str = "", user: User | None = None) -> Manifest:
+    def import_head(
+        self, target: Path, *, target_path: str = "", target_sha256: str | None = None, note: str = "", user: User | None = None
+    ) -> Manifest:
         """Return the version with the MTP head of a target's checkpoint; add it if there is none. Reads all of the head.
 
         Args:
-            target_path: as for `import_checkpoint`.
+            target_path, target_sha256: as for `import_checkpoint`.
             user: who named the folder, if somebody else; the user must be able to read it too.
 
         Raises:
             RegistryError: the checkpoint has no such head, or can't be read.
         """
+        digest = digest_of_target(target_path) if target_sha256 is None else target_sha256
         with self._temporary_folder() as folder:
             try:
                 extract_head(Path(target), folder, user)
-                if (known := self._version_in(Path(target), target_path)) is not None:
+                if (known := self._version_in(Path(target), target_path, digest)) is not None:
                     return known
             except ValueError as error:
                 raise RegistryError(f"{error}; name the folder of a target with an MTP head") from error
             except OSError as error:
                 raise RegistryError(f"{error.filename or target} can't be read ({error.strerror})") from error
-            return self._add(folder, target_path, note or f"imported from {target}")
+            return self._add(folder, target_path, digest, note or f"imported from {target}")
 
-    def _add(self, folder: Path, target_path: str, note: str) -> Manifest:
+    def _add(self, folder: Path, target_path: str, digest: str, note: str) -> Manifest:
         """Return the version with the files of a temporary folder; move them into a new one if there is none."""
-        if (known := self._known(sha256_file(folder / WEIGHTS), sha256_file(folder / CONFIG), target_path)) is not None:
+        if (known := self._known(sha256_file(folder / WEIGHTS), sha256_file(folder / CONFIG), target_path, digest)) is not None:
             return known
 
         def move(into: Path) -> None:
             for name in (WEIGHTS, CONFIG):
                 (folder / name).rename(into / name)
 
-        return self.create(move, scope="imported", target_path=target_path, note=note, is_unique=True)
+        return self._import(move, target_path, digest, note)
 
-    def _version_in(self, folder: Path, target_path: str) -> Manifest | None:
+    def _import(self, write: Callable[[Path], None], target_path: str, digest: str, note: str) -> Manifest:
+        return self.create(write, scope="imported", target_path=target_path, target_sha256=digest, note=note, is_unique=True)
+
+    def _version_in(self, folder: Path, target_path: str, digest: str) -> Manifest | None:
         """Find the version whose files these are, of a head that vLLM serves as a draft model."""
         if (folder / INDEX).exists() or not (folder / WEIGHTS).exists() or not is_head_alone(folder / WEIGHTS):
             return None
-        return self._known(sha256_file(folder / WEIGHTS), sha256_file(folder / CONFIG), target_path)
+        return self._known(sha256_file(folder / WEIGHTS), sha256_file(folder / CONFIG), target_path, digest)
 
-    def _known(self, sha256: str, config_sha256: str, target_path: str, digest: str | None = None) -> Manifest | None:
-        """Find the version of these files for a target; of several, the latest of its path.
-
-        Args:
-            digest: the target's; None: it is read.
-        """
+    def _known(self, sha256: str, config_sha256: str, target_path: str, digest: str) -> Manifest | None:
+        """Find the version of these files for a target with this digest; of several, the latest of its path."""
         wanted = (sha256, config_sha256, "ready")
         found = [one for one in self.versions() if (one.sha256, one.config_sha256, one.state) == wanted]
-        if digest is None:
-            digest = digest_of_target(target_path) if found else ""
         named = [one for one in found if is_for_target(one, target_path, digest)]
         exact = [one for one in named if one.target_path == target_path]
         return exact[-1] if exact else next(iter(named), None)

@@ -9,8 +9,10 @@ import pytest
 
 from honed.daemon.lifecycle import drafters as module
 from honed.daemon.lifecycle.drafters import Drafters
+from honed.recalib.registry import registry
 from honed.recalib.registry.access import User
 from honed.recalib.registry.registry import Registry, RegistryError
+from honed.recalib.registry.target_digest import digest_of_target
 from tests.daemon.fake_engine import make_hello
 from tests.daemon.lifecycle.test_lifecycle import write_checkpoint
 
@@ -67,6 +69,19 @@ def test_a_floor_whose_file_was_removed_is_set_again(drafters: Drafters, tmp_pat
     assert identify(drafters, tmp_path / "one", 1.0) == first
     assert drafters.aliases()["floor"] == first
     assert drafters.faults() == {}
+
+
+def test_of_a_target_a_new_drafter_has_one_reading(drafters: Drafters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = list[str]()
+    for one in (module, registry):
+        monkeypatch.setattr(one, "digest_of_target", lambda path: (read.append(path), digest_of_target(path))[1])
+    target = str(tmp_path / "target")
+    write_checkpoint(tmp_path / "target", 1.0)
+    write_checkpoint(tmp_path / "one", 1.0)
+    hello = make_hello(drafter_path=str(tmp_path / "one"), target_path=target)
+    version = drafters.identify(hello, User(os.getuid(), os.getgid()))
+    assert read == [target]
+    assert drafters.manifest(version).target_sha256 == digest_of_target(target)
 
 
 def test_the_drafter_of_a_target_that_was_replaced_is_another_version(drafters: Drafters, tmp_path: Path) -> None:
