@@ -26,6 +26,8 @@ def families(service: Service) -> Iterator[Metric]:
     yield from _changes(service)
     yield gauge("honed_swap_pause_seconds", "Pause of the engine by the latest swap.", service.swaps.last_pause_s)
     yield from _trial(service.rollout.trial)
+    is_due = float(service.rollout.due is not None)
+    yield gauge("honed_verdict_due", "1 while a trial's verdict can't be carried out, since no alias can be moved.", is_due)
     yield from _sharing(service.sharing)
 
 

@@ -351,10 +351,12 @@ def test_a_worse_version_goes_as_soon_as_the_aliases_can_be_moved(stage: Stage, 
         status = stage.client.get("/v1/status").json()
         assert status["verdict_problem"].startswith(f"{new} was found worse, but is still active: no space left on device")
         assert status["verdict_problem"] in [one.text for one in findings(status)]
+        assert "honed_verdict_due 1.0" in stage.client.get("/metrics").text
     assert stage.service.drafters.move == move
     stage.engine.serve(lambda: stage.aliases()["active"] == stage.first, "the roll-back")
     stage.engine.serve(lambda: stage.engine.live_version == stage.first, "the old version")
     assert stage.client.get("/v1/status").json()["verdict_problem"] == ""
+    assert "honed_verdict_due 0.0" in stage.client.get("/metrics").text
     # Each try was an operation that had failed, and a line in the audit table.
     assert [one["kind"] for one in stage.client.get("/v1/operations").json()] == ["rollback", "promote"]
     assert [one["action"] for one in stage.client.get("/v1/audit").json()].count("rollback") == 1
