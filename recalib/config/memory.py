@@ -4,7 +4,7 @@
     target       embedding and head, and the drafter's and its parent's own; the server's are in another process, not shared
     copies       of trained parameters, in the type of matrix products where that isn't float32: the backward pass needs them
     gradients    of the trained parameters, float32
-    optimizer    AdamW's two moments, and the moving average if there is one
+    optimizer    AdamW's two moments
     context      features of the packed rows, and their keys and values in every layer
     layers       activations kept for the backward pass: of all layers, or of one with gradient checkpointing
     loss         a tile of scores, or the scores of a few rows, and gradients of hidden states; never [N, K, V]
@@ -90,7 +90,7 @@ def estimate(
         "target": embedding + heads,
         "copies": compute_bytes * num_trained if compute_bytes < FLOAT else 0,
         "gradients": FLOAT * num_trained,
-        "optimizer": FLOAT * num_trained * (3 if settings.ema_decay else 2),
+        "optimizer": 2 * FLOAT * num_trained,
         "context": _context_bytes(config, settings, rows, is_fused, compute_bytes),
         "layers": _layer_bytes(config, settings, blocks, rows, compute_bytes),
         "loss": _loss_bytes(config, blocks),
@@ -146,8 +146,8 @@ def value_bytes(device: str, precision: Precision, has_bfloat16: bool = True) ->
 
 
 def state_bytes(config: DrafterConfig, settings: TrainingSettings) -> int:
-    """Size of a training's saved state on disk: trained weights, AdamW's two moments, and any moving average."""
-    return FLOAT * count_parameters(config, settings)[1] * (4 if settings.ema_decay else 3)
+    """Size of a training's saved state on disk: trained weights and AdamW's two moments."""
+    return 3 * FLOAT * count_parameters(config, settings)[1]
 
 
 def version_bytes(config: DrafterConfig, settings: TrainingSettings) -> int:

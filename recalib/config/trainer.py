@@ -96,8 +96,6 @@ class TrainerSettings(SampleSettings):
     """Micro-steps whose gradients are summed for one update."""
     break_share: float = 0.5
     """Share of the anchors drawn from positions before rejected draft tokens."""
-    ema_decay: float = 0.0
-    """Decay of a moving average of weights; 0: none, since the cool-down has the same effect."""
     precision: Precision = "auto"
     """Type of matrix products. "auto" is bfloat16 on a GPU that has it; master weights are float32."""
     gradient_checkpointing: bool = False
@@ -145,7 +143,6 @@ class TrainerSettings(SampleSettings):
         "learning_rate": Range(0, 1),
         **dict.fromkeys(("decay_tokens", "warmup_updates", "memory_bytes", "seed"), Range(0)),
         "save_state_s": Range(0, 1e9),
-        "ema_decay": Range(0, 1, excludes_high=True),
         **dict.fromkeys(("anchors_per_micro_step", "micro_steps_per_update", "max_steps"), COUNT),
         "rows_per_micro_step": Range(64),
         "break_share": SHARE,
@@ -194,7 +191,6 @@ class TrainerSettings(SampleSettings):
             anchors_per_micro_step=self.anchors_per_micro_step,
             micro_steps_per_update=self.micro_steps_per_update,
             break_share=self.break_share,
-            ema_decay=self.ema_decay,
             precision=self.precision,
             gradient_checkpointing=self.gradient_checkpointing,
             seed=self.seed,

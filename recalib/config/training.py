@@ -28,8 +28,6 @@ class TrainingSettings:
     """Weight of a kept block relative to a fresh one."""
     cooldown_share: float = 0.25
     """Last part of the training, in which the learning rate falls to zero; needs `remaining` in `step`."""
-    ema_decay: float = 0.0
-    """Share of the moving average kept at each update; 0: no average, the last weights are the result."""
     precision: Precision = "auto"
     """Type of matrix products; master weights, gradients and optimizer are always float32. "auto": bfloat16 where the device
     multiplies it fast, else float32."""

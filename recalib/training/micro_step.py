@@ -23,7 +23,6 @@ from honed.recalib.config.training import Loss, Scope, TrainingSettings
 from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.samples.sample import PackedSamples, TrainingSample, pack
 from honed.recalib.training.blocks import block_labels, break_anchors, choose_anchors, eligible_anchors
-from honed.recalib.training.ema import WeightAverage
 from honed.recalib.training.objective import Blocks, Objective
 from honed.recalib.training.pace import Pace, run_through
 from honed.recalib.training.precision import compute_dtype, computing
@@ -78,7 +77,6 @@ class MicroTrainer:
         self._optimizers = [
             torch.optim.AdamW(group, lr=rate, weight_decay=decay, fused=True) for group in _grouped(self._trained)
         ]
-        self._average = WeightAverage(self._trained, self.settings.ema_decay) if self.settings.ema_decay else None
         self._progress = _Progress()
         self._progress.generator.manual_seed(self.settings.seed)
 
@@ -155,11 +153,6 @@ class MicroTrainer:
         is_update = grad_norm is not None and math.isfinite(grad_norm)
         return StepFigures(loss, num_tokens, is_update, grad_norm)
 
-    def finish(self) -> None:
-        """Leave the result in the drafter: the averaged weights if there is an average."""
-        if self._average is not None and self._progress.updates:
-            self._average.copy_to_parameters()
-
     def state(self) -> dict[str, Tensor]:
         """Return all that the next step depends on, apart from the samples; only between two updates, not within `parts`.
 
@@ -169,12 +162,10 @@ class MicroTrainer:
         progress = self._progress
         counts = torch.tensor([progress.micro_steps, progress.updates])
         state = {"counts": counts, "generator": progress.generator.get_state()}
-        for i, (name, parameter) in enumerate(zip(self._names, self._trained, strict=True)):
+        for name, parameter in zip(self._names, self._trained, strict=True):
             state[f"weights/{name}"] = parameter.detach()
             for optimizer in self._optimizers:
                 state |= {f"adam/{key}/{name}": value for key, value in optimizer.state.get(parameter, {}).items()}
-            if self._average is not None:
-                state[f"average/{name}"] = self._average.shadow[i]
         return state
 
     @torch.no_grad()
@@ -187,14 +178,12 @@ class MicroTrainer:
         self._progress.micro_steps, self._progress.updates = (int(n) for n in state["counts"])
         self._progress.generator.set_state(state["generator"])
         optimizer_of = {p: optimizer for optimizer in self._optimizers for p in optimizer.param_groups[0]["params"]}
-        for i, (name, parameter) in enumerate(zip(self._names, self._trained, strict=True)):
+        for name, parameter in zip(self._names, self._trained, strict=True):
             parameter.copy_(state[f"weights/{name}"])
             if self._progress.updates:
                 keys = ("step", "exp_avg", "exp_avg_sq")
                 moments = {k: state[f"adam/{k}/{name}"].to(parameter.device) for k in keys}
                 optimizer_of[parameter].state[parameter] = moments
-            if self._average is not None:
-                self._average.shadow[i].copy_(state[f"average/{name}"])
 
     def _check_features(self, packed: PackedSamples) -> None:
         if self.settings.scope == "full" and packed.is_fused:
@@ -241,7 +230,7 @@ class MicroTrainer:
         return features if packed.is_fused else self.drafter.fuse(features)
 
     def _update(self, remaining: float) -> Generator[None, None, float]:
-        """Clip, set the learning rate, step, average; drop the gradients instead if something in them isn't finite.
+        """Clip, set the learning rate, step; drop the gradients instead if something in them isn't finite.
 
         There is a `yield` between groups of parameters; the device is done with one then. Returns the gradient's norm.
         """
@@ -263,8 +252,6 @@ class MicroTrainer:
             optimizer.zero_grad(set_to_none=True)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
-        if self._average is not None:
-            self._average.update(self._progress.updates)
         return norm
 
 

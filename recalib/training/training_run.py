@@ -243,8 +243,6 @@ class TrainingRun:
         progress.is_cut_short = self._done_by_limits < 1.0
         if not trainer.num_updates:
             raise OperationError(f"no time was left for an update: {self._waited_s():.0f} s went by {_WAITING}")
-        trainer.finish()
-        yield
 
     @property
     def _done(self) -> float:

@@ -39,6 +39,5 @@ def memorised(drafter_dir: Path, target_dir: Path, texts: list[tuple[list[int], 
     trainer = MicroTrainer(drafter, settings)
     for step in range(NUM_UPDATES):
         trainer.step([samples[step % len(samples)]], remaining=1.0 - step / NUM_UPDATES)
-    trainer.finish()
     save_drafter(drafter, folder, drafter_dir, torch.float32)
     return folder

@@ -132,7 +132,6 @@ def trained(target: Path, drafter_dir: Path, samples: list[TrainingSample], fold
     trainer = MicroTrainer(drafter, settings)
     for step in range(NUM_UPDATES):
         trainer.step([samples[step % len(samples)]], remaining=1.0 - step / NUM_UPDATES)
-    trainer.finish()
     save_drafter(drafter, folder, drafter_dir, getattr(torch, PAIR.dtype))
     before, after = (expected_acceptance_length(one, samples).acceptance_length() for one in (parent, drafter))
     return after / before, folder

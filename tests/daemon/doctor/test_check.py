@@ -177,7 +177,7 @@ def tiny_config() -> DrafterConfig:
 def test_the_need_is_what_the_trainer_says(monkeypatch: pytest.MonkeyPatch, scope: Scope, precision: Precision) -> None:
     said: list[MemoryEstimate] = []
     monkeypatch.setattr(training_run, "check_fits", lambda needed, *rest: said.append(needed))
-    settings = TrainerSettings(precision=precision, ema_decay=0.5)
+    settings = TrainerSettings(precision=precision)
     request = wire.TrainRequest("o", str(TINY / "target"), "v0", scope=scope)
     feed = SimpleNamespace(is_fused=scope != "full")
     run = training_run.TrainingRun(request, settings, TINY / "drafter", feed, Progress(), lambda: 0.0, None)  # type: ignore[arg-type]

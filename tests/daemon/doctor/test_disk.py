@@ -35,8 +35,6 @@ def test_an_8b_targets_drafter_takes_sixty_gibibytes(settings: Callable[..., Set
     assert found.events == 6 * GIB, "4 of raw batches, 2 of sums"
     assert found.versions / GIB == pytest.approx(19 * 1.95, abs=0.1), "16 newest, active, previous and floor"
     assert found.training / GIB == pytest.approx(2 * 10.3, abs=0.1), "12 bytes a trained parameter, twice"
-    averaged = growth(settings(trainer={"ema_decay": 0.9}), None, has_trainer=True)
-    assert averaged.training / GIB == pytest.approx(2 * 13.75, abs=0.1), "16 with a moving average"
 
 
 def test_what_is_there_already_is_not_asked_for_again(settings: Callable[..., Settings], tmp_path: Path) -> None:

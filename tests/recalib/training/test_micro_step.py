@@ -215,7 +215,7 @@ class EveryOther(Pace):
 
 @pytest.mark.parametrize(
     "change",
-    [{}, {"scope": "full"}, {"ema_decay": 0.9}, {"gradient_checkpointing": True}] + [{"loss": loss} for loss in get_args(Loss)],
+    [{}, {"scope": "full"}, {"gradient_checkpointing": True}] + [{"loss": loss} for loss in get_args(Loss)],
     ids=str,
 )
 def test_how_a_micro_step_is_divided_makes_no_difference(
@@ -246,7 +246,7 @@ def test_how_a_micro_step_is_divided_makes_no_difference(
     assert one.num_updates == other.num_updates == 1
 
 
-@pytest.mark.parametrize("change", [{}, {"ema_decay": 0.9}, {"scope": "full"}], ids=str)
+@pytest.mark.parametrize("change", [{}, {"scope": "full"}], ids=str)
 def test_a_training_taken_up_again_ends_with_the_same_weights(
     change: dict[str, object], make_drafter: MakeDrafter, make_sample: MakeSample
 ) -> None:
@@ -267,8 +267,6 @@ def test_a_training_taken_up_again_ends_with_the_same_weights(
     taken_up.load_state(saved)
     assert taken_up.num_updates == 2
     train(taken_up, range(4, 10))
-    for trainer in (whole, taken_up):
-        trainer.finish()
     assert_same_weights(whole.drafter, taken_up.drafter)
 
 
@@ -287,18 +285,6 @@ def test_gradient_checkpointing_changes_no_weight(scope: Scope, make_drafter: Ma
             trainer.step([make_sample(is_fused=scope != "full")])
     for name, tensor in drafters[0].state_dict().items():
         torch.testing.assert_close(tensor, drafters[1].state_dict()[name])
-
-
-def test_the_average_is_the_result_when_one_is_kept(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
-    drafter = make_drafter()
-    trainer = MicroTrainer(drafter, replace(QUICK, ema_decay=0.99))
-    for _ in range(5):
-        trainer.step([make_sample()])
-    last, average = weights(drafter)["norm.weight"], trainer.state()["average/norm.weight"].clone()
-    assert torch.equal(drafter.state_dict()["norm.weight"], last)
-    trainer.finish()
-    assert torch.equal(drafter.state_dict()["norm.weight"], average)
-    assert not torch.equal(average, last)
 
 
 def test_hybrid_goes_without_the_target_s_distribution_and_kl_does_not(
@@ -343,9 +329,9 @@ def test_answers_shorter_than_a_block_are_learned(make_drafter: MakeDrafter, mak
 
 @pytest.mark.fault("captured rows that aren't finite")
 def test_an_update_without_a_finite_loss_is_dropped(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
-    """Weights, moments and the average stay finite, and the next update goes on from them."""
+    """Weights and moments stay finite, and the next update goes on from them."""
     drafter = make_drafter()
-    trainer = MicroTrainer(drafter, replace(QUICK, micro_steps_per_update=2, ema_decay=0.5))
+    trainer = MicroTrainer(drafter, replace(QUICK, micro_steps_per_update=2))
     for _ in range(2):
         trainer.step([make_sample()])
     before = weights(drafter)
