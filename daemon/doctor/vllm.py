@@ -29,6 +29,9 @@ SUPPORTED = ((0, 32), (0, 34))
 """vLLM releases from the first up to, not including, the second. A test compares them with the attachment's check."""
 PRINT_ARGS = "`honed vllm-args` prints what to add to vLLM's command; restart vLLM once."
 
+WITHOUT_MTP = ("gemma2", "gemma3", "gemma3_text", "gpt_oss", "llama", "mixtral", "phi3", "qwen2", "qwen3")
+"""Model types of which vLLM 0.32 makes no MTP head (`config/speculative.py`, `hf_config_override`), though not all of them."""
+
 UNTRAINED = "docs/training.md lists drafters that are trained; lengths are tuned whatever the drafter."
 
 ReadConfig = Callable[[str], dict[str, Any] | None]
@@ -73,7 +76,12 @@ def check_command(
         found.append(Check(subject, "error", text, "Leave --model out."))
         yield found[-1]
     for text in command.unreadable:
-        yield Check(subject, "error", text, 'Quote it for the shell: --speculative-config \'{"method":"dflash",…}\'.')
+        found.append(Check(subject, "error", text, 'Quote it for the shell: --speculative-config \'{"method":"dflash",…}\'.'))
+        yield found[-1]
+    if command.method == "mtp" and not command.drafter and command.model and target is None:
+        text = f"whether {command.model} has an MTP head isn't known: it isn't a folder on this machine"
+        found.append(Check(subject, "unknown", text))
+        yield found[-1]
     if not found:
         yield Check(subject, "ok", f"has honed's flags and drafts with {command.method}")
     if command.drafter and command.model:
@@ -319,6 +327,10 @@ def _speculates(command: VllmCommand, subject: str, target: dict[str, Any] | Non
         else:
             yield Check(subject, "error", f"{text}: there is nothing to tune", cure)
         return
+    kind = (target or {}).get("model_type")
+    if command.method == "mtp" and command.drafter in ("", command.model) and kind in WITHOUT_MTP:
+        text = f"drafts with mtp, but a target of model type {kind!r} has no MTP head: vLLM refuses to start"
+        yield Check(subject, "error", text, "Name a drafter that was trained for it: `honed vllm-args --model … --drafter …`.")
     is_adaptive = command.speculative.get("enable_adaptive_verification") is True
     cure = "Take enable_adaptive_verification out of --speculative-config: honed chooses the draft lengths"
     if is_adaptive and command.is_lora:

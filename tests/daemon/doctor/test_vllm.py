@@ -85,6 +85,20 @@ def test_an_old_vllm(version: str) -> None:
     assert "pip install 'vllm>=0.32,<0.34'" in found.cure
 
 
+def test_mtp_without_a_head(tmp_path: Path) -> None:
+    words = ["--speculative-config", '{"method":"mtp","num_speculative_tokens":3}']
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
+    error = wrong(checks(parse(["vllm", "serve", str(tmp_path), *FLAGS, *words])))[0]
+    assert error.level == "error"
+    assert "a target of model type 'qwen3' has no MTP head: vLLM refuses to start" in error.text
+    (unseen,) = checks(parse(["vllm", "serve", "/nowhere", *FLAGS, *words]))
+    assert (unseen.level, "whether /nowhere has an MTP head isn't known" in unseen.text) == ("unknown", True)
+
+
+def test_a_config_that_cannot_be_read_is_not_praised() -> None:
+    assert [check.level for check in checks(command(*FLAGS, "--speculative-config", "{method:dflash}"))] == ["error"]
+
+
 def test_lora_with_adaptive_verification() -> None:
     found, _ = wrong(checks(command(*FLAGS, *speculative(enable_adaptive_verification=True), "--enable-lora")))
     assert found.level == "error"
