@@ -105,7 +105,8 @@ def make(
     if engine_id:
         check_engine_id(engine_id)
         environment["HONED_ENGINE_ID"] = engine_id
-    flags, limits = ["--model", model] if model else [], LIMITS
+    flags = ["--model", model] if model else []
+    limits: tuple[str, ...] = LIMITS
     method = method_named(method)
     if (graphs or tree_slots) and not drafter and not method:
         raise ValueError("graphs and tree slots are part of --speculative-config: give --drafter or --method too")
