@@ -80,6 +80,11 @@ class Counts:
         self.beyond = add_positions(self.beyond, other.beyond)
 
     @property
+    def emitted_tokens(self) -> int:
+        """Tokens that vLLM sampled, past a request's end too."""
+        return self.rounds + self.accepted_tokens + self.plain_rounds
+
+    @property
     def acceptance_length(self) -> float:
         """vLLM's own figure, bonus token included: 1 + accepted / rounds; 0 without rounds."""
         return 1.0 + self.accepted_tokens / self.rounds if self.rounds else 0.0

@@ -33,7 +33,7 @@ def test_counts_agree_with_counting_one_by_one(pairs: list[tuple[int, int]]) -> 
     assert total.plain_rounds == len(pairs) - len(drafts)
     assert total.draft_tokens == sum(drafted) == total.drafted.sum()
     assert total.accepted_tokens == sum(accepted) == total.accepted.sum()
-    assert total.delivered_tokens == sum(a + 1 for a in accepted)
+    assert total.emitted_tokens == total.delivered_tokens == sum(a + 1 for a in accepted)
     width = len(total.drafted)
     assert total.drafted.tolist() == [sum(k > j for k, _ in drafts) for j in range(width)]
     assert total.tried.tolist() == [sum(k > j and a >= j for k, a in drafts) for j in range(width)]
@@ -47,7 +47,7 @@ def test_gain_is_what_was_delivered_and_acceptance_is_vllms() -> None:
     batch = make_batch(1, rounds=3, drafted=[3, 3, 0], accepted=[3, 1, 0])
     batch.rounds.num_delivered[:] = [1, 2, 1]
     total = count_batch(batch, NOW_NS).total
-    assert (total.accepted_tokens, total.delivered_tokens) == (4, 4)
+    assert (total.accepted_tokens, total.emitted_tokens, total.delivered_tokens) == (4, 7, 4)
     assert (total.acceptance_length, total.tokens_per_round) == (3.0, 1.5)
     assert total.accepted.tolist() == [2, 1, 1]
     for wrong in ([5, 2, 1], [1, 2, -1], [1, 2]):
