@@ -335,7 +335,10 @@ WORKERS: tuple[Clause, ...] = (
     Attributes("v1/worker/worker_base.py", "WorkerBase", ("rank", "device", "model_runner")),
     Attributes(_V1, "GPUModelRunner", ("drafter",)),
     Method(_V1, "GPUModelRunner", "execute_model", first=("scheduler_output",)),
+    # Zeros in the place of drafts (unfit_drafts.py).
     Method(_V1, "GPUModelRunner", "sample_tokens", calls=("_input_fits_in_drafter",)),
+    Attributes("v1/worker/gpu_input_batch.py", "InputBatch", ("req_ids",)),
+    Attributes("v1/core/sched/output.py", "SchedulerOutput", ("finished_req_ids", "scheduled_spec_decode_tokens")),
     Attributes(_V2, "GPUModelRunner", ("speculator",)),
     Method(_V2, "GPUModelRunner", "execute_model", first=("scheduler_output",)),
     Attributes(_PROPOSER, "DFlashProposer", ("model",)),
@@ -358,7 +361,7 @@ WORKERS: tuple[Clause, ...] = (
 
 CAPTURE: tuple[Clause, ...] = (
     *WORKERS,
-    Attributes("v1/core/sched/output.py", "SchedulerOutput", ("finished_req_ids", "scheduled_new_reqs")),
+    Attributes("v1/core/sched/output.py", "SchedulerOutput", ("scheduled_new_reqs",)),
     Attributes("v1/core/sched/output.py", "NewRequestData", ("req_id", "prompt_token_ids", "sampling_params", "mm_features")),
     Passes(
         _V1,
@@ -369,7 +372,6 @@ CAPTURE: tuple[Clause, ...] = (
     ),
     Attributes(_PROPOSER, "DFlashProposer", ("_dflash_hidden_states",)),
     Attributes("v1/attention/backend.py", "CommonAttentionMetadata", ("query_start_loc_cpu",)),
-    Attributes("v1/worker/gpu_input_batch.py", "InputBatch", ("req_ids",)),
     *(
         Method(
             file,
@@ -446,7 +448,6 @@ TREES: tuple[Clause, ...] = (
     ),
     Attributes("sampling_params.py", "SamplingParams", ("num_logprobs",)),
     Method(_V1, "GPUModelRunner", "_input_fits_in_drafter"),
-    Attributes(_V1, "GPUModelRunner", ("effective_drafter_max_model_len",)),
     Attributes(_LAYER, "Attention", ("attn_backend", "head_size")),
     Method(
         _V1,
