@@ -46,8 +46,8 @@ class SampleStore:
         self._sessions: Counter[str] = Counter()
         self._session_bytes: Counter[str] = Counter()
         self.num_bytes = 0
-        self.counts: Counter[str] = Counter()
-        """Stretches "kept", "short", "evicted", and rows "repetitive"."""
+        self.num_refused = 0
+        """Stretches too short or too repetitive."""
 
     def add(self, stretch: Stretch) -> bool:
         """Add a stretch up to the end of its longest part without a loop; return False if too little is left of it.
@@ -57,9 +57,8 @@ class SampleStore:
         settings, num_emitted = self.settings, stretch.num_judged
         varied = longest_varied_stretch(stretch.token_ids, stretch.num_prompt_tokens, MAX_LOOP_PERIOD, MIN_LOOP_ROWS)
         num_varied = varied.stop - varied.start
-        self.counts["repetitive"] += num_emitted - num_varied
         if not num_varied or num_varied * 2 < num_emitted or varied.stop < settings.min_rows:
-            self.counts["short"] += 1
+            self.num_refused += 1
             return False
         if num_varied < num_emitted:
             stretch = replace(stretch.cut(slice(0, varied.stop)), num_prompt_tokens=varied.start)
@@ -70,7 +69,6 @@ class SampleStore:
         self.num_bytes += stretch.num_bytes
         self._sessions[stretch.session] += 1
         self._session_bytes[stretch.session] += stretch.num_bytes
-        self.counts["kept"] += 1
         limit = max(self.settings.max_session_share * self.cap_bytes, stretch.num_bytes)
         while self._session_bytes[stretch.session] > limit:
             self._forget_one(self._stratum_of(stretch.session, stratum).drop_session(stretch.session))
@@ -148,7 +146,6 @@ class SampleStore:
 
     def _forget_one(self, stretch: Stretch) -> None:
         self.num_bytes -= stretch.num_bytes
-        self.counts["evicted"] += 1
         self._session_bytes[stretch.session] -= stretch.num_bytes
         self._sessions[stretch.session] -= 1
         if not self._sessions[stretch.session]:

@@ -74,7 +74,7 @@ class Feed:
     def num_lost(self) -> Counter[str]:
         """Count what never became a sample, by reason, so far."""
         lost = self.reader.lost_records + self.reader.bad_records
-        return Counter({"answers too short or repetitive": self.store.counts["short"], "records lost in the ring": lost})
+        return Counter({"answers too short or repetitive": self.store.num_refused, "records lost in the ring": lost})
 
     def hold_to(self, cap_bytes: int) -> None:
         """Hold no more than this from now on, and an eighth of it of unfinished requests."""
