@@ -66,7 +66,7 @@ FEATURE_KINDS = {1: "fused", 2: "layers"}
 _FIXED = struct.Struct("<QIIQIIIIQ")
 _WRITTEN = struct.Struct("<Q")
 _GENERATION = struct.Struct("<Q")
-_RECORD = struct.Struct("<IIQQIIIIq")
+_RECORD = struct.Struct("<IIQQIII4xq")
 _CRC = struct.Struct("<I4x")
 GENERATION_OFFSET = _FIXED.size + _WRITTEN.size + _CRC.size
 """Byte offset of `generation` in the header (uint64, little endian)."""
@@ -109,7 +109,6 @@ class RecordHeader:
     payload_bytes: int
     num_rows: int
     head_bytes: int
-    temperature_milli: int
     first_position: int
 
     @property
@@ -193,7 +192,6 @@ def pack_record(record: RecordHeader, payload: Iterable[Any]) -> bytes:
         record.payload_bytes,
         record.num_rows,
         record.head_bytes,
-        record.temperature_milli,
         record.first_position,
     )
     return fixed + _CRC.pack(_crc(fixed, payload))
@@ -203,10 +201,10 @@ def unpack_record(data: bytes) -> RecordHeader:
     """Decode a record's fixed part. Raises ValueError when it isn't one."""
     if len(data) < RECORD_BYTES:
         raise ValueError("record header is cut off")
-    magic, kind, seq, offset, payload, rows, head, temperature, position = _RECORD.unpack_from(data)
+    magic, kind, seq, offset, payload, rows, head, position = _RECORD.unpack_from(data)
     if magic != RECORD_MAGIC:
         raise ValueError("not a record: wrong magic number")
-    return RecordHeader(kind & 0xFF, kind >> 8, seq, offset, payload, rows, head, temperature, position)
+    return RecordHeader(kind & 0xFF, kind >> 8, seq, offset, payload, rows, head, position)
 
 
 def is_intact(fixed: bytes, payload: bytes) -> bool:

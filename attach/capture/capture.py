@@ -170,7 +170,6 @@ class Capturer:
             session=_session(labels.session, new.prompt_token_ids),
             workload=labels.workload,  # the engine has bounded their number
             prompt_tokens=len(new.prompt_token_ids),
-            temperature=float(params.temperature) if params is not None else 0.0,
             stop_ids=_stop_ids(params),
         )
 

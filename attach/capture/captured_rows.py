@@ -34,7 +34,6 @@ class CapturedRequest:
     session: str
     workload: str
     prompt_tokens: int
-    temperature: float
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end the answer."""
     next_position: int = 0
@@ -252,7 +251,6 @@ class RowWriter:
             token_ids,
             features,
             flags,
-            request.temperature,
             request.session,
         )
         request.next_position = first + count  # only now: rows that couldn't be written leave a gap

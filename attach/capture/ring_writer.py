@@ -92,7 +92,6 @@ class RingWriter:
         token_ids: NDArray[np.int32],  # [n]
         features: NDArray[np.generic],  # [n, F]; bfloat16 as uint16
         flags: int = 0,
-        temperature: float = 0.0,
         session: str = "",
     ) -> None:
         """Append committed rows of one request; a long stretch becomes several records.
@@ -108,22 +107,21 @@ class RingWriter:
                 f"({num_rows}, {self._feature_size})"
             )
         head = pack_rows_head(request, workload, drafter_version, session)
-        milli = min(max(round(temperature * 1000), 0), 0xFFFFFFFF)
         for start in range(0, num_rows, self._max_rows):
             chunk = slice(start, min(start + self._max_rows, num_rows))
             ids = np.ascontiguousarray(token_ids[chunk], "<i4")
             parts = [head, ids, _PADDING[: -ids.nbytes % 8], np.ascontiguousarray(features[chunk])]
             chunk_flags = flags if start == 0 else flags & ~FLAG_GAP
-            self._append(KIND_ROWS, parts, len(head), chunk_flags, len(ids), first_position + start, milli)
+            self._append(KIND_ROWS, parts, len(head), chunk_flags, len(ids), first_position + start)
 
     def write_end(self, request: str, workload: str) -> None:
         """Record that a request is over: its rows are complete. Raises OSError, as `write_rows`."""
         head = pack_rows_head(request, workload, "")
-        self._append(KIND_END, [head], len(head), 0, 0, 0, 0)
+        self._append(KIND_END, [head], len(head), 0, 0, 0)
 
-    def _append(self, kind: int, parts: list[Any], head: int, flags: int, rows: int, position: int, milli: int) -> None:
+    def _append(self, kind: int, parts: list[Any], head: int, flags: int, rows: int, position: int) -> None:
         payload_bytes = sum(memoryview(part).nbytes for part in parts)
-        record = RecordHeader(kind, flags, self._num_records, self._written, payload_bytes, rows, head, milli, position)
+        record = RecordHeader(kind, flags, self._num_records, self._written, payload_bytes, rows, head, position)
         self._put([pack_record(record, parts), *parts], RECORD_BYTES + payload_bytes)
         # Whole, so that a file that was cut off has a header again.
         _write(self._fd, [pack_state(self._fixed, self._written + record.total_bytes)], 0)

@@ -74,7 +74,6 @@ class RingRecord:
     first_position: int
     token_ids: NDArray[np.int32]  # [n]
     features: NDArray[Any]  # [n, F]; bfloat16 as uint16
-    temperature: float = 0.0
     is_old: bool = False
     """It was in the ring before the reader opened it."""
 
@@ -430,6 +429,5 @@ def _decode(record: RecordHeader, payload: bytes, ring: RingHeader) -> RingRecor
         features=np.frombuffer(payload, row_dtype, offset=start).reshape(num_rows, ring.feature_size)
         if num_rows
         else np.zeros((0, ring.feature_size), row_dtype),
-        temperature=record.temperature_milli / 1000,
         is_old=record.offset < ring.written,
     )

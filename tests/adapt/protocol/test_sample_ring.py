@@ -28,7 +28,6 @@ records = st.builds(
     payload_bytes=u32,
     num_rows=u32,
     head_bytes=u32,
-    temperature_milli=u32,
     first_position=i64,
 )
 labels = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30)

@@ -31,10 +31,10 @@ class Recorder:
         self.ended: list[str] = []
 
     def write_rows(
-        self, request: str, workload: str, version: str, first: int, tokens: Any, features: Any, flags: int, *rest: Any
+        self, request: str, workload: str, version: str, first: int, tokens: Any, features: Any, flags: int, session: str
     ) -> None:
         row = {"request": request, "workload": workload, "version": version, "first": first, "tokens": tokens.tolist()}
-        self.rows.append(row | {"features": features, "flags": flags, "session": rest[-1]})
+        self.rows.append(row | {"features": features, "flags": flags, "session": session})
 
     def write_end(self, request: str, workload: str) -> None:
         self.ended.append(request)
@@ -56,7 +56,7 @@ EOS, STOP = 90, 91
 
 
 def schedule(new: dict[str, list[int]] | None = None, finished: tuple[str, ...] = (), **extra: Any) -> SimpleNamespace:
-    params = SimpleNamespace(temperature=0.5, extra_args=extra or None, eos_token_id=EOS, stop_token_ids=[STOP])
+    params = SimpleNamespace(extra_args=extra or None, eos_token_id=EOS, stop_token_ids=[STOP])
     requests = [
         SimpleNamespace(req_id=name, prompt_token_ids=tokens, sampling_params=params, mm_features=[])
         for name, tokens in (new or {}).items()

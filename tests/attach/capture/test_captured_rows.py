@@ -45,7 +45,7 @@ class Ring:
 
 
 def request(key: str) -> CapturedRequest:
-    return CapturedRequest(key, "s", "w", 1, 0.0)
+    return CapturedRequest(key, "s", "w", 1)
 
 
 def rows(of: CapturedRequest, first: int, count: int, version: str = "v1", is_apart: bool = True) -> CapturedRows:

@@ -60,12 +60,12 @@ def path(tmp_path):
 def test_rows_come_out_as_they_went_in(path, dtype, row_dtype):
     ring = make(path, dtype=dtype)
     ids, features = rows(7, 5, row_dtype)
-    ring.write_rows("req", "code", "v0002-aaaaaaaa", 7, ids, features, FLAG_PREFILL, 0.7, session="s")
+    ring.write_rows("req", "code", "v0002-aaaaaaaa", 7, ids, features, FLAG_PREFILL, session="s")
     ring.write_end("req", "code")
     first, end = drain(RingReader(path))
     assert (first.request, first.session, first.workload) == ("req", "s", "code")
     assert first.drafter_version == "v0002-aaaaaaaa"
-    assert (first.flags, first.first_position, first.temperature) == (FLAG_PREFILL, 7, 0.7)
+    assert (first.flags, first.first_position) == (FLAG_PREFILL, 7)
     np.testing.assert_array_equal(first.token_ids, ids)
     np.testing.assert_array_equal(first.features, features)
     assert (end.kind, end.request, len(end.token_ids)) == (KIND_END, "req", 0)

@@ -70,7 +70,7 @@ def forge(path: Path, **fields: int) -> None:
 
 def forge_record(path: Path, place: int, payload: bytes = b"", **fields: Any) -> None:
     """Put a record with the right CRC at a place."""
-    known = {"kind": KIND_END, "flags": 0, "seq": 0, "num_rows": 0, "head_bytes": 0, "temperature_milli": 0}
+    known = {"kind": KIND_END, "flags": 0, "seq": 0, "num_rows": 0, "head_bytes": 0}
     given = known | {"first_position": 0, "offset": place, "payload_bytes": len(payload)} | fields
     with path.open("r+b") as file:
         file.seek(HEADER_BYTES + place)

@@ -47,7 +47,7 @@ def test_engines_may_be_learned_from_together_if_their_rows_are_alike(tmp_path):
     assert (joint.store.workloads(), joint.is_fused) == ([], True)
     write_sessions(rings[0], "a", 30)
     write_sessions(rings[1], "b", 20)
-    rings[2].write_rows("r", "c", "v", 0, np.arange(50, dtype=np.int32), np.zeros((50, 2 * WIDTH), np.uint16), 0, 0.0, "s")
+    rings[2].write_rows("r", "c", "v", 0, np.arange(50, dtype=np.int32), np.zeros((50, 2 * WIDTH), np.uint16), 0, "s")
     rings[2].write_end("r", "c")
     drain(traffic)
     assert traffic.feed(rings[2].path).store.workloads() == ["c"]
