@@ -48,7 +48,7 @@ def block_loss(
     """Compute the loss of each row of hidden states behind a frozen head.
 
     Args:
-        kind: "ce" for −log q(label); "kl", "tv" or "hybrid" for the distance to the target's distribution p = softmax(goal @
+        kind: "ce" for −log q(label); "kl" or "hybrid" for the distance to the target's distribution p = softmax(goal @
             goal_headᵀ). No gradient flows to `goal`.
 
     Raises:

@@ -1,10 +1,10 @@
-"""KL, total variation and their hybrid to the target's distribution, a few rows at a time: the other half of `block_loss`.
+"""KL, and its hybrid with total variation, to the target's distribution, a few rows at a time: the other half of `block_loss`.
 
 Computes: with z = head·h and t = goal_head·g, p = softmax(t), q = softmax(z), α = Σ min(p, q): KL = Σ p (log p − log q), dKL/dz
-= q − p;  TV = 1 − α, dTV/dz = q · (s − 1[q < p]), s = Σ q · 1[q < p], where 1[·] is ½ at equality;  hybrid = λ KL + (1 − λ) TV,
-λ = exp(−3α) taken as a constant. Then dℓ/dh = dℓ/dz · head. The difference is taken before it is rounded. Folding q and p
-separately, as for labels, would cost a fourth matmul and lose the small differences of a drafter that is nearly right. It also
-couldn't compute TV, which compares normalised q and p.
+= q − p;  hybrid = λ KL + (1 − λ) TV, λ = exp(−3α) taken as a constant, TV = 1 − α, dTV/dz = q · (s − 1[q < p]), s =
+Σ q · 1[q < p], where 1[·] is ½ at equality. Then dℓ/dh = dℓ/dz · head. The difference is taken before it is rounded. Folding q
+and p separately, as for labels, would cost a fourth matmul and lose the small differences of a drafter that is nearly right. It
+also couldn't compute TV, which compares normalised q and p.
 Moves: both heads once for the scores and one of them again for the gradient, per chunk of rows. A score of each side is written
 once and read twice (KL) or three times, a gradient written and read once. Floor: 6·M·V·H FLOPs. Peak: BUFFER_BYTES of scores, a
 quarter of that for gradients on a GPU; one row at least.
@@ -28,7 +28,7 @@ try:
 except ImportError:
     triton = None
 
-KINDS = {"kl": 0, "tv": 1, "hybrid": 2}
+KINDS = ("kl", "hybrid")
 HYBRID_DECAY = 3.0
 
 if triton is not None:
@@ -43,7 +43,7 @@ if triton is not None:
         log_prob_ptr,
         vocabulary,
         decay,
-        KIND: tl.constexpr,
+        IS_HYBRID: tl.constexpr,
         WITH_GRADIENT: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
@@ -76,7 +76,7 @@ if triton is not None:
         share = zero + 1.0
         loss = cross / sum_t + (peak_z - peak_t) + (rest_z - rest_t)
         below = zero  # Σ q where q < p
-        if KIND != 0:
+        if IS_HYBRID:
             alpha = zero
             for i_v in range(0, vocabulary, BLOCK):
                 o_v = i_v + tl.arange(0, BLOCK)
@@ -85,8 +85,8 @@ if triton is not None:
                 b_p = tl.exp(tl.load(p_t + o_v, mask=m_v, other=float("-inf")) - log_t)
                 alpha += tl.sum(tl.where((b_q < b_p) | (b_q != b_q), b_q, b_p), axis=0)  # NaN stays NaN
                 below += tl.sum(b_q * tl.where(b_q < b_p, 1.0, tl.where(b_q == b_p, 0.5, 0.0)), axis=0)
-            share = tl.exp(-decay * alpha) if KIND == 2 else zero
-            loss = share * loss + (1.0 - share) * (1.0 - alpha) if KIND == 2 else 1.0 - alpha
+            share = tl.exp(-decay * alpha)
+            loss = share * loss + (1.0 - share) * (1.0 - alpha)
         tl.store(losses_ptr + i_m, loss)
         if WITH_GRADIENT:
             for i_v in range(0, vocabulary, BLOCK):
@@ -95,7 +95,7 @@ if triton is not None:
                 b_q = tl.exp(tl.load(p_z + o_v, mask=m_v, other=float("-inf")) - log_z)
                 b_p = tl.exp(tl.load(p_t + o_v, mask=m_v, other=float("-inf")) - log_t)
                 b_g = share * (b_q - b_p)
-                if KIND != 0:
+                if IS_HYBRID:
                     is_below = tl.where(b_q < b_p, 1.0, tl.where(b_q == b_p, 0.5, 0.0))
                     b_g += (1.0 - share) * b_q * (below - is_below)
                 tl.store(gradient_ptr + i_m * vocabulary + o_v, b_g.to(gradient_ptr.dtype.element_ty), mask=m_v)
@@ -138,7 +138,7 @@ def fold_goal(
                 log_probs[part],
                 vocabulary,
                 HYBRID_DECAY,
-                KIND=KINDS[kind],
+                IS_HYBRID=kind == "hybrid",
                 WITH_GRADIENT=with_gradient,
                 BLOCK=min(4096, triton.next_power_of_2(vocabulary)),
                 num_warps=8,
@@ -172,12 +172,11 @@ def _distance(scores: torch.Tensor, goal_scores: torch.Tensor, kind: str) -> tup
         return kl, top, -sum_q.log()
     alpha = torch.minimum(q, p, out=t).sum(-1)
     is_below = torch.lt(q, p, out=t).add_(q == p, alpha=0.5)
-    share = torch.exp(-HYBRID_DECAY * alpha) if kind == "hybrid" else torch.zeros_like(alpha)
+    share = torch.exp(-HYBRID_DECAY * alpha)
     below = _row_dot(q, is_below)
     by_q = is_below.neg_().add_(below[:, None]).mul_((1.0 - share)[:, None]).add_(share[:, None])
     q.mul_(by_q).sub_(p.mul_(share[:, None]))
-    losses = (1.0 - share) * (1.0 - alpha)
-    return losses + share * kl if kind == "hybrid" else losses, top, -sum_q.log()
+    return (1.0 - share) * (1.0 - alpha) + share * kl, top, -sum_q.log()
 
 
 def _row_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # 2 x [m, V] -> [m]

@@ -78,19 +78,17 @@ def overlap(logits: torch.Tensor, goal_logits: torch.Tensor) -> torch.Tensor:  #
     return torch.minimum(logits.softmax(-1), goal_logits.softmax(-1)).sum(-1)
 
 
-def total_variation(logits: torch.Tensor, goal_logits: torch.Tensor) -> torch.Tensor:  # 2 x [..., V] -> [...]
-    """TV = 1 − α: one minus the acceptance rate itself. Source: arXiv 2310.08461, section 3."""
-    return 1.0 - overlap(logits, goal_logits)
-
-
 def kl_tv_hybrid(logits: torch.Tensor, goal_logits: torch.Tensor) -> torch.Tensor:  # 2 x [..., V] -> [...]
-    """λ · KL + (1 − λ) · TV with λ = exp(−3α), through which no gradient flows: KL while far away, TV when close."""
+    """λ · KL + (1 − λ) · TV with λ = exp(−3α), through which no gradient flows: KL while far away, TV when close.
+
+    TV = 1 − α is one minus the acceptance rate itself. Source: arXiv 2310.08461, section 3.
+    """
     alpha = overlap(logits, goal_logits)
     share = torch.exp(-3.0 * alpha.detach())
     return share * forward_kl(logits, goal_logits) + (1.0 - share) * (1.0 - alpha)
 
 
-DISTANCES = {"kl": forward_kl, "tv": total_variation, "hybrid": kl_tv_hybrid}
+DISTANCES = {"kl": forward_kl, "hybrid": kl_tv_hybrid}
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
