@@ -25,7 +25,7 @@ import torch
 from honed.kernels.training.block_loss_goal import KINDS, fold_goal
 from honed.kernels.training.block_loss_labels import fold_labels
 
-Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class BlockLoss(NamedTuple):
@@ -33,7 +33,6 @@ class BlockLoss(NamedTuple):
 
     losses: torch.Tensor  # [M], float32 (float64 of float64); has the gradient
     top: torch.Tensor  # [M] int64, the most likely token
-    top_log_probs: torch.Tensor  # [M] its log-probability, without gradient
 
 
 def block_loss(
@@ -64,13 +63,13 @@ def block_loss(
     if kind == "ce":
         assert labels is not None
         compute = _label_loss if is_seen else label_loss
-        losses, top, log_probs, _ = compute(hidden, head.detach(), labels, with_gradient)
+        losses, top, _ = compute(hidden, head.detach(), labels, with_gradient)
     else:
         assert goal is not None
         goal_head = head if goal_head is None else goal_head
         compute_goal = _goal_loss if is_seen else goal_loss
-        losses, top, log_probs, _ = compute_goal(hidden, head.detach(), goal.detach(), goal_head.detach(), kind, with_gradient)
-    return BlockLoss(losses, top, log_probs.detach())
+        losses, top, _ = compute_goal(hidden, head.detach(), goal.detach(), goal_head.detach(), kind, with_gradient)
+    return BlockLoss(losses, top)
 
 
 def top_tokens(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:  # [..., H] -> [...]
@@ -81,8 +80,8 @@ def top_tokens(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:  # [..
 
 
 @torch.library.custom_op("honed::label_loss", mutates_args=())
-def label_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> Four:
-    """Losses, top tokens, their log-probabilities, gradients [M, H] (or none); call it through `block_loss`."""
+def label_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> Three:
+    """Losses, top tokens, gradients [M, H] (or none); call it through `block_loss`."""
     with torch.autocast(hidden.device.type, enabled=False):
         return fold_labels(hidden, head, labels, with_gradient, is_triton=hidden.is_cuda)
 
@@ -90,33 +89,32 @@ def label_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, w
 @torch.library.custom_op("honed::goal_loss", mutates_args=())
 def goal_loss(
     hidden: torch.Tensor, head: torch.Tensor, goal: torch.Tensor, goal_head: torch.Tensor, kind: str, with_gradient: bool
-) -> Four:
-    """Losses, top tokens, their log-probabilities, gradients [M, H] (or none); call it through `block_loss`."""
+) -> Three:
+    """Losses, top tokens, gradients [M, H] (or none); call it through `block_loss`."""
     with torch.autocast(hidden.device.type, enabled=False):
         return fold_goal(hidden, head, goal.to(hidden.dtype), goal_head, kind, with_gradient, is_triton=hidden.is_cuda)
 
 
-def _fake(hidden: torch.Tensor, with_gradient: bool) -> Four:
+def _fake(hidden: torch.Tensor, with_gradient: bool) -> Three:
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    losses, log_probs = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(2))
-    top = hidden.new_empty(len(hidden), dtype=torch.int64)
-    return losses, top, log_probs, hidden.new_empty(hidden.shape if with_gradient else (0, hidden.shape[1]))
+    losses, top = (hidden.new_empty(len(hidden), dtype=dtype) for dtype in (wide, torch.int64))
+    return losses, top, hidden.new_empty(hidden.shape if with_gradient else (0, hidden.shape[1]))
 
 
 @label_loss.register_fake
-def _(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> Four:
+def _(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> Three:
     return _fake(hidden, with_gradient)
 
 
 @goal_loss.register_fake
 def _(
     hidden: torch.Tensor, head: torch.Tensor, goal: torch.Tensor, goal_head: torch.Tensor, kind: str, with_gradient: bool
-) -> Four:
+) -> Three:
     return _fake(hidden, with_gradient)
 
 
-def _keep_gradient(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: Four) -> None:
-    ctx.save_for_backward(output[3])
+def _keep_gradient(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: Three) -> None:
+    ctx.save_for_backward(output[2])
     ctx.num_inputs = len(inputs)  # type: ignore[attr-defined]
 
 
@@ -138,10 +136,10 @@ class _Seen(torch.autograd.Function):
     """The same without an operator around it."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, fold: Callable[[torch.Tensor], Four], hidden: torch.Tensor) -> Four:
+    def forward(ctx: torch.autograd.function.FunctionCtx, fold: Callable[[torch.Tensor], Three], hidden: torch.Tensor) -> Three:
         with torch.autocast(hidden.device.type, enabled=False):
             made = fold(hidden)
-        ctx.save_for_backward(made[3])
+        ctx.save_for_backward(made[2])
         ctx.mark_non_differentiable(*made[1:])
         return made
 
@@ -150,21 +148,21 @@ class _Seen(torch.autograd.Function):
         return None, _scaled(ctx, by_loss)
 
 
-def _label_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> Four:
-    def fold(rows: torch.Tensor) -> Four:
+def _label_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> Three:
+    def fold(rows: torch.Tensor) -> Three:
         return fold_labels(rows, head, labels, with_gradient, is_triton=False)
 
-    made: Four = _Seen.apply(fold, hidden)  # type: ignore[no-untyped-call]
+    made: Three = _Seen.apply(fold, hidden)  # type: ignore[no-untyped-call]
     return made
 
 
 def _goal_loss(
     hidden: torch.Tensor, head: torch.Tensor, goal: torch.Tensor, goal_head: torch.Tensor, kind: str, with_gradient: bool
-) -> Four:
-    def fold(rows: torch.Tensor) -> Four:
+) -> Three:
+    def fold(rows: torch.Tensor) -> Three:
         return fold_goal(rows, head, goal.to(rows.dtype), goal_head, kind, with_gradient, is_triton=False)
 
-    made: Four = _Seen.apply(fold, hidden)  # type: ignore[no-untyped-call]
+    made: Three = _Seen.apply(fold, hidden)  # type: ignore[no-untyped-call]
     return made
 
 

@@ -40,7 +40,6 @@ if triton is not None:
         gradient_ptr,
         losses_ptr,
         top_ptr,
-        log_prob_ptr,
         vocabulary,
         decay,
         IS_HYBRID: tl.constexpr,
@@ -71,7 +70,6 @@ if triton is not None:
         rest_z, rest_t = tl.log(sum_z), tl.log(sum_t)
         log_z, log_t = peak_z + rest_z, peak_t + rest_t
         tl.store(top_ptr + i_m, top)
-        tl.store(log_prob_ptr + i_m, -rest_z)
 
         share = zero + 1.0
         loss = cross / sum_t + (peak_z - peak_t) + (rest_z - rest_t)
@@ -110,13 +108,12 @@ def fold_goal(
     with_gradient: bool,
     *,
     is_triton: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # 3 x [M], [M, H] or [0, H]
-    """Losses, top tokens, their log-probabilities, gradients."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # 2 x [M], [M, H] or [0, H]
+    """Losses, top tokens, gradients."""
     if is_triton and triton is None:
         raise RuntimeError("Triton is not installed: pip install triton")
     wide, (vocabulary, width) = wide_dtype(hidden), head.shape
-    losses, log_probs = (torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in range(2))
-    top = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+    losses, top = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for dtype in (wide, torch.int64))
     gradients = torch.empty_like(hidden if with_gradient else hidden[:0], memory_format=torch.contiguous_format)
     room = BUFFER_BYTES.get(hidden.device.type, BUFFER_BYTES["cpu"])
     step = even_size(len(hidden), max(1, room // (2 * vocabulary * wide.itemsize)))
@@ -135,7 +132,6 @@ def fold_goal(
                 by_score,
                 losses[part],
                 top[part],
-                log_probs[part],
                 vocabulary,
                 HYBRID_DECAY,
                 IS_HYBRID=kind == "hybrid",
@@ -147,16 +143,16 @@ def fold_goal(
             by_score = scores
             for some in slices(rows, max(1, CACHED_BYTES // (vocabulary * wide.itemsize))):
                 here = slice(part.start + some.start, part.start + some.stop)
-                losses[here], top[here], log_probs[here] = _distance(scores[some], goal_scores[some], kind)
+                losses[here], top[here] = _distance(scores[some], goal_scores[some], kind)
         if with_gradient:
             sums = torch.zeros((rows, width), dtype=wide, device=hidden.device)
             add_weighted(sums, by_score, head)
             gradients[part] = sums
-    return losses, top, log_probs, gradients
+    return losses, top, gradients
 
 
-def _distance(scores: torch.Tensor, goal_scores: torch.Tensor, kind: str) -> tuple[torch.Tensor, ...]:  # 3 x [m]
-    """Losses, top tokens and their log-probabilities; dℓ/dz overwrites the scores, and the goal's scores are destroyed."""
+def _distance(scores: torch.Tensor, goal_scores: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:  # 2 x [m]
+    """Losses and top tokens; dℓ/dz overwrites the scores, and the goal's scores are destroyed."""
     peak_z, top = first_best(scores)
     peak_t = goal_scores.amax(-1)
     z, t = scores.sub_(peak_z[:, None]), goal_scores.sub_(peak_t[:, None])
@@ -169,14 +165,14 @@ def _distance(scores: torch.Tensor, goal_scores: torch.Tensor, kind: str) -> tup
     p.div_(sum_p[:, None])
     if kind == "kl":
         q.sub_(p)
-        return kl, top, -sum_q.log()
+        return kl, top
     alpha = torch.minimum(q, p, out=t).sum(-1)
     is_below = torch.lt(q, p, out=t).add_(q == p, alpha=0.5)
     share = torch.exp(-HYBRID_DECAY * alpha)
     below = _row_dot(q, is_below)
     by_q = is_below.neg_().add_(below[:, None]).mul_((1.0 - share)[:, None]).add_(share[:, None])
     q.mul_(by_q).sub_(p.mul_(share[:, None]))
-    return (1.0 - share) * (1.0 - alpha) + share * kl, top, -sum_q.log()
+    return (1.0 - share) * (1.0 - alpha) + share * kl, top
 
 
 def _row_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # 2 x [m, V] -> [m]

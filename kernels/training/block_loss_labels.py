@@ -112,8 +112,8 @@ def fold_labels(
     with_gradient: bool,
     *,
     is_triton: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # 3 x [M], [M, H] or [0, H]
-    """Losses, top tokens, their log-probabilities, gradients.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # 2 x [M], [M, H] or [0, H]
+    """Losses, top tokens, gradients.
 
     Raises:
         IndexError: a label is outside the vocabulary; on a GPU an assertion fails there.
@@ -122,8 +122,7 @@ def fold_labels(
         raise RuntimeError("Triton is not installed: pip install triton")
     wide, labels = wide_dtype(hidden), labels.long()
     labelled = F.embedding(labels, head)  # [M, H]; also checks the labels
-    losses, log_probs = (torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in range(2))
-    top = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+    losses, top = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for dtype in (wide, torch.int64))
     gradients = torch.empty_like(hidden if with_gradient else hidden[:0], memory_format=torch.contiguous_format)
     step = even_size(len(hidden), ROWS)
     buffer = torch.empty(step * min(TILE, len(head)), dtype=wide, device=hidden.device)
@@ -144,11 +143,10 @@ def fold_labels(
                 _fold(rows, scores, tile.start, with_gradient)
             if with_gradient:
                 add_weighted(rows.gradient, weights, right)
-        lse = rows.reference + rows.total.log()
-        losses[part], top[part], log_probs[part] = lse - rows.label_score, rows.top, rows.peak - lse
+        losses[part], top[part] = rows.reference + rows.total.log() - rows.label_score, rows.top
         if with_gradient:
             gradients[part] = rows.gradient.div_(rows.total[:, None]).sub_(labelled[part])
-    return losses, top, log_probs, gradients
+    return losses, top, gradients
 
 
 def _fold(rows: _Rows, scores: torch.Tensor, start: int, with_gradient: bool) -> None:

@@ -54,8 +54,6 @@ def test_losses_and_gradients_are_those_of_the_full_logits(dtype: torch.dtype, k
     assert made.losses.dtype == wanted[0].dtype
     torch.testing.assert_close(made.losses, wanted[0])
     assert torch.equal(made.top, wanted[1])
-    logits = hidden.to(weights.dtype) @ head.to(weights.dtype).T
-    torch.testing.assert_close(made.top_log_probs, logits.log_softmax(-1).amax(-1))
     gradients = [torch.autograd.grad((losses * weights).sum(), hidden)[0] for losses in (made.losses, wanted[0])]
     torch.testing.assert_close(*gradients)
 
