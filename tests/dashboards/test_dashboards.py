@@ -219,7 +219,8 @@ def test_metrics_and_labels_exist(exposed: dict[str, set[str]]) -> None:
 def test_nothing_that_should_have_samples_has_none(exposed: dict[str, set[str]]) -> None:
     """A family without labels has one sample, so what has no labels here is one of these, or was never filled."""
     plain = {name for query in all_queries() for name, _ in METRIC.findall(query.expr) if not exposed[name]}
-    known = "event|last_event|controller_|db_|disk_|drift_alarms_|training_|gpu_|samples_|swap_|canary_|start_|tick_|verdict_"
+    known = "event|last_event|controller_|db_|disk_|drift_alarms_|training_|gpu_|samples_|shared_registry_|swap_|canary_|start_"
+    known += "|tick_|verdict_"
     assert all(re.match(rf"honed_({known})|process_", name) for name in plain), plain
 
 
