@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from honed.kernels.training.block_loss import top_tokens
@@ -130,3 +131,20 @@ class Drafter(nn.Module, ABC):
     def candidates(self, hidden: Tensor, anchor_ids: Tensor, count: int) -> Candidates:  # [N, K, H], [N]
         """Find each position's `count` likeliest tokens, at temperature 1."""
         raise NotImplementedError("this kind of drafter grows no trees")
+
+    def forward(
+        self,
+        features: Tensor,
+        positions: Tensor,
+        token_ids: Tensor,
+        anchors: Tensor,
+        segments: Tensor | None = None,
+        num_draft_tokens: int | None = None,
+    ) -> Tensor:  # [N, K, V]
+        """Compute the logits of `draft_hidden`, without a selector's part."""
+        hidden = self.draft_hidden(features, positions, token_ids, anchors, segments, num_draft_tokens)
+        logits = F.linear(hidden, self.lm_head)
+        if self.words is None:
+            return logits
+        everything = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
+        return everything.index_copy(-1, self.words, logits)

@@ -14,6 +14,7 @@ Source: arXiv 2503.01840, section 3; vLLM 0.32 `v1/spec_decode/eagle.py`.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -64,17 +65,64 @@ class UnrolledDrafter(Drafter):
         segments: Tensor | None = None,
         num_draft_tokens: int | None = None,
     ) -> Tensor:
-        """Compute the normed hidden states: run the layer once for each token, each row with the token that is right there."""
+        """Compute the normed hidden states, each row with the token that is right there."""
+        last = len(token_ids) - 1
+
+        def right(k: int, _: Tensor) -> Tensor:
+            return token_ids[(anchors + k).clamp(max=last)]
+
+        k = num_draft_tokens or self.config.num_draft_tokens
+        return self._unroll(features, positions, token_ids, anchors, segments, k, right)
+
+    @torch.no_grad()
+    def draft(
+        self,
+        features: Tensor,  # [T, H], fused
+        positions: Tensor,  # [T]
+        token_ids: Tensor,  # [T]
+        anchors: Tensor,  # [N]
+        segments: Tensor | None = None,  # [T]
+        num_draft_tokens: int | None = None,
+    ) -> Tensor:  # [N, K]
+        """Draft greedily as a server does: each row has the token drafted before. Return token ids."""
+        chosen: list[Tensor] = []
+
+        def best(_: int, hidden: Tensor) -> Tensor:
+            chosen.append(self.best_drafts(hidden[:, None], anchors)[:, 0])
+            return chosen[-1]
+
+        k = num_draft_tokens or self.config.num_draft_tokens
+        hidden = self._unroll(features, positions, token_ids, anchors, segments, k, best)
+        best(k, hidden[:, -1])
+        return torch.stack(chosen, dim=1)
+
+    def _unroll(
+        self,
+        features: Tensor,
+        positions: Tensor,
+        token_ids: Tensor,
+        anchors: Tensor,
+        segments: Tensor | None,
+        num_draft_tokens: int,
+        next_tokens: Callable[[int, Tensor], Tensor],
+    ) -> Tensor:  # [N, K, H]
+        """Run the layer once for each token.
+
+        Args:
+            next_tokens: (k, normed hidden state [N, H] of the row before) -> [N] tokens k after the anchors.
+        """
         rows = anchors - 1
         begins = torch.zeros_like(anchors) if segments is None else torch.searchsorted(segments, segments[anchors])
         following = torch.cat((token_ids[1:], token_ids[-1:]))  # a sample's last row is before none of its anchors
         x, _ = self.inputs(self.embedded(following, positions), features)
         context = self.keys_values(x, self._rotary_tables(positions))
-        hidden, last = features[rows], len(token_ids) - 1
-        keys, values, outputs = list[Tensor](), list[Tensor](), list[Tensor]()
+        tokens, hidden = token_ids[anchors], features[rows]
+        keys, values = list[Tensor](), list[Tensor]()
+        outputs: list[Tensor] = []
         is_recomputing = self.recomputes_layers and torch.is_grad_enabled()
-        for k in range(num_draft_tokens or self.config.num_draft_tokens):
-            tokens = token_ids[(anchors + k).clamp(max=last)]
+        for k in range(num_draft_tokens):
+            if k:
+                tokens = next_tokens(k, outputs[-1])
             given = (tokens, hidden, positions[rows] + k, context, Visible(begins, rows), tuple(keys), tuple(values))
             made = checkpoint(self._step, *given, use_reentrant=False) if is_recomputing else self._step(*given)
             normed, hidden, key, value = made

@@ -13,7 +13,6 @@ from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.drafter.unrolled import UnrolledDrafter
 from tests.e2e.engine import IS_CUDA, K, TestEngine
 from tests.e2e.swapping import worker_of
-from tests.recalib.drafter.rounds import draft, feed, logits_of
 
 LOGITS_TOLERANCE = 1e-1 if IS_CUDA else 1e-3
 """Of `difference_of_logits`: on CUDA vLLM's attention multiplies float32 with ten bits."""
@@ -83,8 +82,7 @@ def difference_of_logits(drafter: UnrolledDrafter, seen: dict[str, Seen]) -> flo
         context = drafter.fuse(torch.stack([request.aux[row].float() for row in rows]))
         tokens = torch.tensor([request.token_ids[row] for row in rows])
         drafts = torch.tensor([request.drafts[one] for one in anchors])
-        given = (context, torch.arange(len(rows)), tokens, torch.tensor(anchors), torch.zeros(len(rows)))
-        ours = logits_of(drafter, feed(drafter, *given, drafts))
+        ours = drafter(context, torch.arange(len(rows)), tokens, torch.tensor(anchors), block_tokens=drafts)
         theirs = torch.stack([request.logits[one] for one in anchors])
         is_word = torch.isfinite(ours)
         assert torch.equal(is_word, torch.isfinite(theirs))
@@ -116,9 +114,9 @@ def share_of_equal_drafts(drafter: Drafter, seen: dict[str, Seen], since: dict[s
         rows = range(max(request.aux) + 1)
         context = drafter.fuse(torch.stack([request.aux[row].float() for row in rows]))
         tokens = torch.tensor([request.token_ids[row] for row in rows])
-        given = (context, torch.arange(len(rows)), tokens, torch.tensor(anchors), torch.zeros(len(rows)))
+        given = (context, torch.arange(len(rows)), tokens, torch.tensor(anchors))
         if isinstance(drafter, UnrolledDrafter):
-            ours = draft(drafter, *given)
+            ours = drafter.draft(*given)
         else:
             ours = drafter.best_drafts(drafter.draft_hidden(*given), tokens[anchors])
         theirs = torch.tensor([request.drafts[position] for position in anchors])

@@ -12,7 +12,6 @@ from honed.recalib.drafter.dflash import DFlashDrafter, DrafterConfig
 from honed.recalib.drafter.layers import rotary_tables, rotate
 from honed.recalib.samples.sample import TrainingSample, pack
 from tests.recalib.conftest import SMALL
-from tests.recalib.drafter.rounds import logits_of
 
 MakeDrafter = Callable[..., DFlashDrafter]
 MakeSample = Callable[..., TrainingSample]
@@ -20,8 +19,8 @@ MakeSample = Callable[..., TrainingSample]
 
 def draft(drafter: DFlashDrafter, sample: TrainingSample, anchors: list[int]) -> Tensor:
     with torch.no_grad():
-        hidden = drafter.draft_hidden(sample.features, sample.positions, sample.token_ids, torch.tensor(anchors))
-        return logits_of(drafter, hidden)
+        logits: Tensor = drafter(sample.features, sample.positions, sample.token_ids, torch.tensor(anchors))
+    return logits
 
 
 def test_one_row_of_logits_for_each_mask(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
@@ -58,7 +57,7 @@ def test_a_block_looks_both_ways(make_drafter: MakeDrafter, make_sample: MakeSam
     """The first draft token depends on how many masks follow, so attention in the block is not causal."""
     drafter, sample = make_drafter(), make_sample()
     arguments = (sample.features, sample.positions, sample.token_ids, torch.tensor([9]))
-    short, full = drafter.draft_hidden(*arguments, num_draft_tokens=1), drafter.draft_hidden(*arguments)
+    short, full = drafter(*arguments, num_draft_tokens=1), drafter(*arguments)
     assert not torch.allclose(short[:, 0], full[:, 0], atol=1e-4)
 
 
@@ -81,7 +80,7 @@ def test_a_window_ends_what_a_layer_sees_of_the_context(
 def test_a_causal_drafter_looks_back_only(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
     drafter, sample = make_drafter(is_causal=True), make_sample()
     arguments = (sample.features, sample.positions, sample.token_ids, torch.tensor([9]))
-    short, full = drafter.draft_hidden(*arguments, num_draft_tokens=1), drafter.draft_hidden(*arguments)
+    short, full = drafter(*arguments, num_draft_tokens=1), drafter(*arguments)
     torch.testing.assert_close(short[:, 0], full[:, 0])
 
 
@@ -137,8 +136,7 @@ def test_packed_samples_do_not_see_each_other(make_drafter: MakeDrafter, make_sa
     first, second = make_sample(20, seed=1), make_sample(25, seed=2, first_position=100)
     packed = pack([first, second])
     anchors = torch.tensor([7, 20 + 11])
-    hidden = drafter.draft_hidden(packed.features, packed.positions, packed.token_ids, anchors, packed.segments)
-    logits = logits_of(drafter, hidden)
+    logits = drafter(packed.features, packed.positions, packed.token_ids, anchors, packed.segments)
     assert torch.allclose(logits[0], draft(drafter, first, [7])[0], atol=1e-5)
     assert torch.allclose(logits[1], draft(drafter, second, [11])[0], atol=1e-5)
 

@@ -13,7 +13,6 @@ from honed.recalib.gate.gate import TREE_SIZES
 from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
 from tests.kernels.draft_tree import ROOT, build_tree
-from tests.recalib.drafter.rounds import logits_of
 
 MakeDrafter = Callable[..., DFlashDrafter]
 MakeSample = Callable[..., TrainingSample]
@@ -24,8 +23,7 @@ def round_by_round(drafter: DFlashDrafter, sample: TrainingSample) -> tuple[int,
     anchor, num_rounds, num_accepted = max(1, sample.num_prompt_tokens), 0, 0
     while anchor + 1 < sample.num_tokens:
         with torch.no_grad():
-            hidden = drafter.draft_hidden(sample.features, sample.positions, sample.token_ids, torch.tensor([anchor]))
-            logits = logits_of(drafter, hidden)
+            logits = drafter(sample.features, sample.positions, sample.token_ids, torch.tensor([anchor]))
         drafts = logits[0].argmax(-1).tolist()
         emitted = sample.token_ids[anchor + 1 : anchor + 4].tolist()
         accepted = next((i for i in range(len(emitted)) if drafts[i] != emitted[i]), len(emitted))
@@ -38,8 +36,7 @@ def tree_rounds(drafter: DFlashDrafter, sample: TrainingSample, num_nodes: int) 
     anchor, num_rounds, num_accepted = max(1, sample.num_prompt_tokens), 0, 0
     while anchor + 1 < sample.num_tokens:
         with torch.no_grad():
-            hidden = drafter.draft_hidden(sample.features, sample.positions, sample.token_ids, torch.tensor([anchor]))
-            logits = logits_of(drafter, hidden)[0]
+            logits = drafter(sample.features, sample.positions, sample.token_ids, torch.tensor([anchor]))[0]
         best = logits.log_softmax(-1).topk(8)
         children = build_tree(best.values.numpy(), num_nodes).children()
         node, accepted = ROOT, 0
