@@ -81,8 +81,9 @@ def difference_of_logits(drafter: UnrolledDrafter, seen: dict[str, Seen]) -> flo
             continue
         context = drafter.fuse(torch.stack([request.aux[row].float() for row in rows]))
         tokens = torch.tensor([request.token_ids[row] for row in rows])
-        drafts = torch.tensor([request.drafts[one] for one in anchors])
-        ours = drafter(context, torch.arange(len(rows)), tokens, torch.tensor(anchors), block_tokens=drafts)
+        drafted = [torch.cat((tokens[: a + 1], torch.tensor(request.drafts[a]), tokens[a + 1 + K :])) for a in anchors]
+        each = zip(drafted, anchors, strict=True)
+        ours = torch.cat([drafter(context, torch.arange(len(rows)), ids, torch.tensor([one])) for ids, one in each])
         theirs = torch.stack([request.logits[one] for one in anchors])
         is_word = torch.isfinite(ours)
         assert torch.equal(is_word, torch.isfinite(theirs))
