@@ -12,6 +12,7 @@ On a GPU: FlexAttention with a BlockMask made from the anchors. Every mask here 
 Only the partial tiles are wasted: one on each interval's end and the diagonal's. A custom kernel could save those and little
 else, and attention is under a tenth of a layer's FLOPs (8B shape, 4k context). So FlexAttention is used, with its backward
 pass, maintained by PyTorch. Values and gradients equal the twin's on an H200. Its time there is in docs/gpu.md.
+Its tiles are PyTorch's own choice, but where these are too large for the card's shared memory: see `flex_options`.
 On a CPU: PyTorch's masked attention (FlexAttention has no backward pass there) on parts of PART_QUERIES queries, each with the
 rows that its blocks see. Packed samples aren't computed against each other, little of the diagonal is wasted, and no part's
 scores are kept. It is one to four times as fast as the plain twin here, forward and backward.
@@ -21,7 +22,7 @@ Source: arXiv 2602.06036, section 3 (the packed blocks); FlexAttention, arXiv 24
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,8 @@ from honed.kernels.training.sizes import PART_QUERIES
 
 TILE = 128
 FLEX_HEAD_SIZES = (16, 32, 64, 128, 256)
+AMPLE_SHARED_BYTES = 160 << 10
+"""Shared memory of a block of threads with which PyTorch's own tiles do (A100, H100, B200)."""
 MOST_KERNELS = 64
 """Limit of FlexAttention's compiled kernels in a process."""
 
@@ -136,8 +139,9 @@ def anchor_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not q.numel():
         return q.clone()
-    if q.is_cuda and q.shape[-1] in FLEX_HEAD_SIZES:
-        return by_flex(q, own_k, own_v, context_k, context_v, visible, scale, _compiled_flex())
+    options = flex_options(q.shape[-1], q.itemsize, _shared_bytes(q.device)) if q.is_cuda else None
+    if options is not None:
+        return by_flex(q, own_k, own_v, context_k, context_v, visible, scale, _compiled_flex(), options)
     if torch.compiler.is_compiling():  # parts depend on values: trace the whole
         return reference.anchor_attention(
             q,
@@ -163,6 +167,7 @@ def by_flex(
     visible: Visible,
     scale: float,
     attend: Callable[..., Any] = flex_attention,
+    options: Mapping[str, int] | None = None,
 ) -> torch.Tensor:  # [N, B, Q, D]
     """Run FlexAttention: compiled on a GPU; for tests uncompiled on any device (dense form, forward only on a CPU).
 
@@ -188,9 +193,40 @@ def by_flex(
         block_mask=visible.block_mask(b, c, rows),
         scale=scale,
         enable_gqa=num_heads != own_k.shape[2],
-        kernel_options={"FORCE_USE_FLEX_ATTENTION": True},  # PyTorch would use its decoding kernel for under 128 queries
+        # PyTorch would use its decoding kernel for under 128 queries.
+        kernel_options={"FORCE_USE_FLEX_ATTENTION": True} | dict(options or {}),
     )
     return out.transpose(1, 2).reshape(blocks, b, num_heads, d)[:n]
+
+
+def flex_options(head_size: int, value_bytes: int, shared_bytes: int) -> dict[str, int] | None:
+    """Choose FlexAttention's tiles for a GPU; {}: PyTorch's own; None: none fit, or it doesn't know heads of this size.
+
+    PyTorch's own are too large for cards with 99 KiB of shared memory (RTX, A10, L4, L40S, GB10): at a head size of 256 those
+    of one pass or of both; at 128 those of float32, and those of bfloat16 by some releases of Triton. With two stages four
+    tiles of rows lie there at once, and scores. The templates of PyTorch 2.13 take less than is counted here, as Triton 3.5,
+    3.6 and 3.9 compile them for sm_86 and sm_120.
+
+    Args:
+        value_bytes: of a value of queries, keys and values.
+        shared_bytes: shared memory that a block of threads may have.
+    """
+    if head_size not in FLEX_HEAD_SIZES:
+        return None
+    if shared_bytes >= AMPLE_SHARED_BYTES or head_size < 128:
+        return {}
+    for tile in (64, 32, 16):
+        if 4 * tile * head_size * value_bytes + 8 * tile * tile <= shared_bytes:
+            sides = ("fwd_BLOCK_M", "fwd_BLOCK_N", "bwd_BLOCK_M1", "bwd_BLOCK_N1", "bwd_BLOCK_M2", "bwd_BLOCK_N2")
+            return dict.fromkeys(sides, tile) | {"num_stages": 2, "num_warps": 4}
+    return None
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a block of threads may have; PyTorch tells it of NVIDIA's cards only."""
+    found: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", AMPLE_SHARED_BYTES)
+    return found
 
 
 def block_mask(visible: Visible, queries: int, tokens: int, context_rows: int) -> BlockMask:

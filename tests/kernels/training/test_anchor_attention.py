@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import FlexKernelOptions, flex_attention
 
 from honed.kernels.training import anchor_attention as op
 from honed.kernels.training import reference
@@ -119,6 +119,48 @@ def test_rows_outside_the_interval_do_not_count() -> None:
         context[:5] = 100.0
         context[20:] = -100.0
     assert torch.equal(anchor_attention(*arguments), before)
+
+
+KIB = 1 << 10
+T4, RTX, A100, H200 = 64 * KIB, 99 * KIB, 163 * KIB, 227 * KIB
+"""Shared memory of a block of threads."""
+
+
+@pytest.mark.parametrize(
+    ("head_size", "dtype", "shared_bytes", "tile"),
+    [
+        (256, torch.bfloat16, RTX, 32),
+        (128, torch.bfloat16, RTX, 64),
+        (256, torch.float32, RTX, 16),
+        (128, torch.float32, RTX, 32),
+        (128, torch.float32, T4, 16),
+    ],
+)
+def test_tiles_are_small_where_a_card_has_little_shared_memory(
+    head_size: int, dtype: torch.dtype, shared_bytes: int, tile: int
+) -> None:
+    """PyTorch's own choice is too large there, and ends the training: MTP heads have 256 values."""
+    options = op.flex_options(head_size, dtype.itemsize, shared_bytes)
+    assert options is not None
+    assert {value for name, value in options.items() if "BLOCK" in name} == {tile}
+    assert {name.removeprefix("fwd_").removeprefix("bwd_") for name in options} <= FlexKernelOptions.__annotations__.keys()
+    assert TILE % tile == 0
+
+
+@pytest.mark.parametrize(
+    ("head_size", "dtype", "shared_bytes", "options"),
+    [
+        (256, torch.bfloat16, A100, {}),
+        (256, torch.float32, H200, {}),
+        (64, torch.bfloat16, RTX, {}),
+        (256, torch.float32, T4, None),
+        (80, torch.bfloat16, H200, None),
+    ],
+)
+def test_other_tiles_are_pytorch_s_own_and_what_fits_nowhere_is_computed_in_parts(
+    head_size: int, dtype: torch.dtype, shared_bytes: int, options: dict[str, int] | None
+) -> None:
+    assert op.flex_options(head_size, dtype.itemsize, shared_bytes) == options
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
