@@ -322,6 +322,9 @@ WORKERS: tuple[Clause, ...] = (
         calls=("enqueue",),
     ),
     Method(_CORE, "EngineCore", "_initialize_kv_caches"),
+    # It is told that an engine starts before its workers look for free memory (engine_hook.py).
+    Method(_CORE, "EngineCore", "__init__", calls=("load_general_plugins", "executor_class", "_initialize_kv_caches")),
+    Method("v1/executor/abstract.py", "Executor", "__init__", first=("vllm_config",), calls=("_init_executor",)),
     Attributes(_CORE, "EngineCore", ("model_executor", "_idle_state_callbacks")),
     Attributes(_CORE, "EngineCoreProc", ("input_queue",)),
     Method(_CORE, "EngineCoreProc", "_process_input_queue", calls=("_notify_idle_state_callbacks", "get")),

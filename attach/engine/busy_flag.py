@@ -37,6 +37,24 @@ def make_folder(folder: Path) -> None:
         folder.chmod(folder.stat().st_mode & 0o7777 | 0o750)
 
 
+def tell_start(path: Path) -> None:
+    """Tell the trainer that an engine is starting, before it looks for free memory: its page is of a start from now on.
+
+    The page of its last run gets a new time, and still tells its GPUs. Without one there is an empty page, which nobody holds.
+    `BusyFlag` makes another in its place.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    make_folder(path.parent)
+    try:
+        os.utime(path, follow_symlinks=False)
+    except FileNotFoundError:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+        os.fchmod(descriptor, 0o640)
+        os.close(descriptor)
+
+
 class BusyFlag:
     """Writer's side; `path` is made anew, readable by its owner and group.
 

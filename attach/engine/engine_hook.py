@@ -1,9 +1,10 @@
 """Access to vLLM's EngineCore, to run workers' methods and to run code while the engine is idle.
 
-vLLM has no supported interface for either. This relies on three private parts. `EngineCore._initialize_kv_caches` is the first
+vLLM has no supported interface for either. This relies on four private parts. `EngineCore._initialize_kv_caches` is the first
 method that runs after plugins are loaded: it lets us note the instance. `EngineCore._idle_state_callbacks` are called on the
-engine's thread when there is no work. A WAKEUP in `EngineCoreProc.input_queue` ends the idle wait. An upstream
-`EngineCore.call_soon(callback)` would replace this module, with events for sleep and for new weights.
+engine's thread when there is no work. A WAKEUP in `EngineCoreProc.input_queue` ends the idle wait. An `Executor` is made, once
+in each engine, before its workers look for free memory. An upstream `EngineCore.call_soon(callback)` would replace this module,
+with events for the start, for sleep and for new weights.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from honed.attach.engine.busy_flag import tell_start
+from honed.attach.engine.environment import from_environment
 from honed.attach.engine.guard import NoAnswer
 
 logger = logging.getLogger("honed.attach")
@@ -39,9 +43,10 @@ class RankError(RuntimeError):
 
 
 def install() -> None:
-    """Make EngineCore note its instance. May be called several times; raises nothing."""
+    """Make EngineCore note its instance, and its executor tell of the start. May be called several times; raises nothing."""
     try:
         from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor.abstract import Executor
     except Exception:
         logger.warning("honed: vLLM's EngineCore can't be imported; swaps are off", exc_info=True)
         return
@@ -57,6 +62,17 @@ def install() -> None:
 
     noting.is_honed = True  # type: ignore[attr-defined]
     EngineCore._initialize_kv_caches = noting
+    make_executor = Executor.__init__
+
+    @functools.wraps(make_executor)
+    def telling(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(Exception):  # the scheduler's process says what is wrong
+            settings = from_environment(os.environ, vllm_config.parallel_config.data_parallel_index)
+            if settings is not None:
+                tell_start(settings.busy_path)
+        make_executor(self, vllm_config, *args, **kwargs)
+
+    Executor.__init__ = telling
 
 
 def current() -> EngineHook | None:

@@ -10,7 +10,7 @@ import fcntl
 import fnmatch
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from glob import glob
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +30,8 @@ class EngineGpus:
     is_alive: bool
     reserves: dict[str, int] | None
     """UUID of a GPU -> bytes that must stay free there; None: the engine hasn't told them."""
+    stamp: tuple[int, int] = field(default=(0, 0), compare=False)
+    """`stamp_of` its page."""
 
 
 class FreeGpu(Protocol):
@@ -83,7 +85,8 @@ def engine_gpus(engines_dir: Path, patterns: Sequence[str] = ("*",), others: Ite
             try:
                 reserves = unpack_gpus(os.pread(descriptor, NUM_BYTES, 0))
                 if reserves is not None or is_shared:
-                    found.append(EngineGpus(name, is_held(descriptor), reserves))
+                    stamp = stamp_of(os.fstat(descriptor))
+                    found.append(EngineGpus(name, is_held(descriptor), reserves, stamp))
             finally:
                 os.close(descriptor)
     return found
@@ -91,6 +94,8 @@ def engine_gpus(engines_dir: Path, patterns: Sequence[str] = ("*",), others: Ite
 
 class AwaitedEngines:
     """The same without engines that have been seen down for `GIVEN_UP_S`. Call it now and then: it sees no engine otherwise.
+
+    The time begins anew when one that is down starts.
 
     Args:
         monotonic: seconds.
@@ -100,14 +105,15 @@ class AwaitedEngines:
         self, engines_dir: Path, patterns: Sequence[str], monotonic: Callable[[], float], others: Sequence[Path] = ()
     ) -> None:
         self._engines_dir, self._patterns, self._others, self._monotonic = engines_dir, patterns, others, monotonic
-        self._down_since_s: dict[str, float] = {}
+        self._down_since_s: dict[tuple[str, tuple[int, int]], float] = {}
 
     def __call__(self) -> list[EngineGpus]:
         """Read the pages now."""
         now_s, found = self._monotonic(), engine_gpus(self._engines_dir, self._patterns, self._others)
-        before = self._down_since_s
-        self._down_since_s = {one.engine_id: before.get(one.engine_id, now_s) for one in found if not one.is_alive}
-        return [one for one in found if now_s - self._down_since_s.get(one.engine_id, now_s) < GIVEN_UP_S]
+        down, before = {one.engine_id: one.stamp for one in found if not one.is_alive}, self._down_since_s
+        self._down_since_s = {key: before.get(key, now_s) for key in down.items()}
+        given_up = {engine_id for (engine_id, _), since_s in self._down_since_s.items() if now_s - since_s >= GIVEN_UP_S}
+        return [one for one in found if one.engine_id not in given_up]
 
 
 def is_held(descriptor: int) -> bool:
@@ -119,6 +125,11 @@ def is_held(descriptor: int) -> bool:
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     return False
+
+
+def stamp_of(page: os.stat_result) -> tuple[int, int]:
+    """Return what changes when an engine that is down starts."""
+    return page.st_ino, page.st_mtime_ns
 
 
 def reserve_on(gpu: str, engines: Iterable[EngineGpus]) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 import structlog
 
 from honed.adapt.protocol.step_page import FLAG, NUM_BYTES, StepRow, rows_after
-from honed.recalib.config.engine_gpus import engine_pages, is_held, why_unseen
+from honed.recalib.config.engine_gpus import engine_pages, is_held, stamp_of, why_unseen
 
 log = structlog.get_logger("honed.trainer")
 
@@ -48,6 +48,13 @@ class BusyFlagReader:
         except OSError:
             self.close()
             return False
+
+    def stamp(self) -> tuple[int, int] | None:
+        """Return what changes when an engine that is down starts; None for one that is alive, or without a file."""
+        try:
+            return None if self.is_alive() else stamp_of(os.lstat(self._path))
+        except OSError:
+            return None
 
     @property
     def raised_s(self) -> float:
@@ -114,6 +121,11 @@ class BusyFlags:
     def living(self) -> set[str]:
         """Ids of the engines that are alive, of those that `discover` found."""
         return {name for name, flag in self._flags.items() if flag.is_alive()}
+
+    def down(self) -> set[tuple[str, tuple[int, int]]]:
+        """Ids of the engines that are down or starting, with what changes as they start."""
+        stamps = {name: flag.stamp() for name, flag in self._flags.items()}
+        return {(engine_id, stamp) for engine_id, stamp in stamps.items() if stamp is not None}
 
     @property
     def busy_engines(self) -> Collection[str]:

@@ -71,6 +71,8 @@ class Trainer:
         self._next_status_s = self._next_discovery_s = self._next_samples_s = 0.0
         self._beside: set[str] = set()
         """Engines that shared the device when the operation began."""
+        self._down: set[tuple[str, tuple[int, int]]] = set()
+        """Those that were down then."""
         others = settings.other_engines_dirs(traffic.engines_dir)
         self._engines = AwaitedEngines(traffic.engines_dir, settings.yields_to, monotonic, others)
         self._link = TrainerLink(endpoint, self._hello)
@@ -139,7 +141,7 @@ class Trainer:
         feed = self._traffic.joint([Path(path) for path in request.capture_paths])
         self._traffic.freeze(True)
         self._yielding.busy.discover()
-        self._beside = self._yielding.busy.living()
+        self._beside, self._down = self._yielding.busy.living(), self._yielding.busy.down()
         self._operation = Recalibration(
             request,
             self._settings,
@@ -161,11 +163,11 @@ class Trainer:
         if now_s < self._next_samples_s:
             return
         self._next_samples_s = now_s + self._settings.tick_s
+        self._yielding.busy.discover()
         if now_s >= self._next_discovery_s:
             self._next_discovery_s = now_s + 1.0
             self._traffic.discover()
             self._traffic.expire()
-            self._yielding.busy.discover()
             self._engines()
         self._traffic.poll()
 
@@ -184,11 +186,14 @@ class Trainer:
             self._finish()
 
     def _make_room_for_engines(self, operation: Recalibration) -> None:
-        """End the operation if an engine beside it has ended: at its restart it will want the memory that it had."""
-        if gone := self._beside - self._yielding.busy.living():
+        """End the operation if an engine beside it has ended, or another starts: at its start it wants the memory."""
+        busy = self._yielding.busy
+        ended = self._beside - busy.living()
+        if names := ended or {engine_id for engine_id, _ in busy.down() - self._down}:
+            what = "ended" if ended else "is starting or has ended"
             operation.cancel(
-                f"{', '.join(sorted(gone))} ended, and the training's memory on {operation.held_device} may be in the way of "
-                "its restart: ask again when the engine is back"
+                f"{', '.join(sorted(names))} {what}, and the training's memory on {operation.held_device} may be in the way of "
+                "its start: ask again when the engine is up"
             )
 
     def _meanwhile(self, wait_s: float) -> None:

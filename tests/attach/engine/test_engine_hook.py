@@ -1,18 +1,21 @@
-"""What honed hears of new weights that come through vLLM's own endpoints."""
+"""What honed hears of an engine's start, and of new weights that come through vLLM's own endpoints."""
 
 from __future__ import annotations
 
 import inspect
 import queue
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from honed.attach.engine import engine_hook
 from honed.attach.engine.engine_hook import RANK_ERROR, EngineHook, RankError
 from honed.attach.engine.guard import Errors, guarded
 from honed.attach.worker import HonedWorkerExtension
+from honed.recalib.config.engine_gpus import EngineGpus, engine_gpus
 
 START, UPDATE, FINISH = "start_weight_update", "update_weights", "finish_weight_update"
 TARGET, DRAFTER = False, True
@@ -231,3 +234,30 @@ def test_vllm_gets_its_answer_as_before() -> None:
     assert inspect.signature(core.collective_rpc) == signature, "vLLM decodes arguments by it"
     assert core.collective_rpc(UPDATE, 1.0, (2,), {"three": 3}) == [(UPDATE, 1.0, (2,), {"three": 3})]
     assert core.collective_rpc(FINISH, timeout=1.0) == [(FINISH, 1.0, (), None)]
+
+
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_the_trainer_hears_of_an_engine_before_its_workers_look_for_free_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_blocked: bool
+) -> None:
+    """What keeps honed from telling it keeps no engine from starting."""
+    abstract = pytest.importorskip("vllm.v1.executor.abstract")
+    found: list[list[EngineGpus]] = []
+
+    class Executor(abstract.Executor):  # type: ignore[misc]
+        def _init_executor(self) -> None:
+            found.append(engine_gpus(tmp_path / "engines"))
+
+    Executor.__abstractmethods__ = frozenset()
+    names = ("model", "cache", "lora", "load", "scheduler", "device", "speculative", "observability")
+    parallel = SimpleNamespace(data_parallel_index=1)
+    config = SimpleNamespace(parallel_config=parallel, **{f"{name}_config": None for name in names})
+    monkeypatch.setenv("HONED_ENGINE_ID", "chat")
+    engine_hook.install()
+    monkeypatch.delenv("HONED_RUNTIME_DIR", raising=False)
+    Executor(config)
+    monkeypatch.setenv("HONED_RUNTIME_DIR", str(tmp_path))
+    if is_blocked:
+        (tmp_path / "engines").write_text("")
+    Executor(vllm_config=config)
+    assert found == [[], [] if is_blocked else [EngineGpus("chat-1", False, None)]]

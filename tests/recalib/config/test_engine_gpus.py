@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from honed.attach.engine.busy_flag import BusyFlag
+from honed.attach.engine.busy_flag import BusyFlag, tell_start
 from honed.recalib.config.engine_gpus import GIVEN_UP_S, AwaitedEngines, EngineGpus, engine_gpus, owner_of, reserve_on
 from tests.shut_out import shut_out
 
@@ -52,6 +52,24 @@ def test_an_engine_that_stays_down_is_given_up(tmp_path: Path) -> None:
     assert [one.is_alive for one in awaited()] == [True]
     again.close()
     assert [one.is_alive for one in awaited()] == [False]
+
+
+def test_an_engine_that_is_starting_is_awaited_anew_with_the_gpus_that_it_had(tmp_path: Path) -> None:
+    pages, now_s = {name: tmp_path / name / "busy" for name in ("old", "new")}, 0.0
+    awaited = AwaitedEngines(tmp_path, ["*"], lambda: now_s)
+    engine = BusyFlag(pages["old"])
+    engine.tell_gpus({A: GIB})
+    engine.close()
+    awaited()
+    now_s += GIVEN_UP_S
+    assert awaited() == []
+    for page in pages.values():
+        tell_start(page)
+    assert awaited() == [EngineGpus("new", False, None), EngineGpus("old", False, {A: GIB})]
+    started = [BusyFlag(page) for page in pages.values()]
+    assert [one.is_alive for one in awaited()] == [True, True]
+    for one in started:
+        one.close()
 
 
 def test_an_engine_that_gets_its_page_late_tells_its_gpus_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

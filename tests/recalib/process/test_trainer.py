@@ -18,7 +18,7 @@ import zmq
 
 from honed.adapt.protocol import wire
 from honed.attach.capture.ring_writer import RingWriter
-from honed.attach.engine.busy_flag import BusyFlag
+from honed.attach.engine.busy_flag import BusyFlag, tell_start
 from honed.recalib.config.trainer import TrainerSettings
 from honed.recalib.gate.gate import GateSettings
 from honed.recalib.process import trainer as process
@@ -281,7 +281,33 @@ def test_a_training_on_a_gpu_ends_with_an_engine_beside_it(
     stays.close()
     assert is_over
     assert result is not None
-    assert "ends ended, and the training's memory on cuda may be in the way of its restart" in result.error
+    assert "ends ended, and the training's memory on cuda may be in the way of its start" in result.error
+
+
+@pytest.mark.parametrize("has_run", [False, True], ids=["for the first time", "again"])
+def test_a_training_on_a_gpu_ends_with_an_engine_that_starts(
+    daemon: zmq.Socket[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_run: bool
+) -> None:
+    """vLLM looks for free memory long before the engine has its page."""
+    monkeypatch.setattr(TrainingRun, "device", torch.device("cuda"))
+    page = tmp_path / "engines" / "chat-1" / "busy"
+    if has_run:
+        BusyFlag(page).close()
+    trainer, request = make_trainer(tmp_path)
+    ask(daemon, trainer, request)
+    while trainer._state != "training":
+        trainer.turn()
+    for _ in range(5):
+        trainer.turn()
+    assert trainer._state == "training", "whatever is down"
+    tell_start(page)
+    trainer._next_samples_s = 0.0
+    trainer.turn()
+    is_over, result = trainer._operation is None, trainer._last_result
+    trainer.close()
+    assert is_over
+    assert result is not None
+    assert result.error.startswith("chat-1 is starting or has ended, and the training's memory on cuda")
 
 
 @pytest.mark.fault("a training on the GPU of an engine that is down")
