@@ -22,6 +22,12 @@ USER_ID = "honed.user_id"
 """Key of a connection's state: user of the unix socket's peer process."""
 CHALLENGE = 'Bearer realm="honed"'
 
+_UNKNOWN = (
+    "the token isn't one of this daemon's",
+    "It must be one that the daemon read at its start: restart it after changing its tokens.",
+)
+_NO_TOKEN = "no token was given", "Send it as `Authorization: Bearer`; honed's own commands take --token-file."
+
 bearer = HTTPBearer(auto_error=False, description="Over TCP only: the read or the admin token.")
 
 
@@ -45,8 +51,8 @@ class Authenticate:
                 role = self._tokens.role_of(shown[0]) if len(shown) == 1 else None
             if role is None:
                 headers = [(b"www-authenticate", CHALLENGE.encode())]
-                why = "the token isn't one of this daemon's" if shown else "no token was given"
-                await answer(send, 401, "Unauthorized", why, headers)
+                why, cure = _UNKNOWN if shown else _NO_TOKEN
+                await answer(send, 401, "Unauthorized", why, cure, headers)
                 return
             scope[ROLE] = role
         await self._app(scope, receive, send)

@@ -10,6 +10,8 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
+Refusal = tuple[int, str, str, str]
+"""Status, title, detail and cure."""
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -50,6 +52,7 @@ class Limits:
         self, app: App, *, max_body_bytes: int, bucket: TokenBucket | None = None, hosts: frozenset[str] = frozenset()
     ) -> None:
         self._app, self._max_body_bytes, self._bucket, self._hosts = app, max_body_bytes, bucket, hosts
+        self._too_large = 413, "Body too large", f"at most {max_body_bytes} bytes", "Send less."
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -67,7 +70,7 @@ class Limits:
             messages.append(message)
             size += len(message.get("body", b""))
             if size > self._max_body_bytes:
-                await answer(send, 413, "Body too large", f"at most {self._max_body_bytes} bytes")
+                await answer(send, *self._too_large)
                 return
             if message["type"] != "http.request" or not message.get("more_body", False):
                 break
@@ -78,22 +81,23 @@ class Limits:
 
         await self._app(scope, replay, send)
 
-    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> tuple[int, str, str] | None:
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> Refusal | None:
         hosts = [value for name, value in scope["headers"] if name.lower() == b"host"]
         host = hosts[0].decode("latin-1") if len(hosts) == 1 else ""
         name = _host_name(host)
         if self._hosts and name.lower() not in self._hosts:
-            return 421, "Unknown host", f"this listener answers to {' and '.join(sorted(self._hosts))} alone, not to {name!r}"
+            names = " or ".join(sorted(self._hosts))
+            return 421, "Unknown host", f"this listener isn't called {name!r}", f"Ask for it by {names}."
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 20 or int(length) > self._max_body_bytes:
-            return 413, "Body too large", f"at most {self._max_body_bytes} bytes"
+            return self._too_large
         if (
             scope["method"] not in READING
             and scope.get(ROLE) == "admin"
             and self._bucket is not None
             and not self._bucket.take()
         ):
-            return 429, "Too many changes", "wait a moment"
+            return 429, "Too many changes", "their rate is over http.mutations_per_minute", "Wait a moment."
         return None
 
 
@@ -105,9 +109,10 @@ def _host_name(host: str) -> str:
     return name[1:-1] if name.startswith("[") and name.endswith("]") else name
 
 
-async def answer(send: Send, status: int, title: str, detail: str, extra: Headers = ()) -> None:
+async def answer(send: Send, status: int, title: str, detail: str, cure: str, extra: Headers = ()) -> None:
     """Send a problem document (RFC 9457)."""
-    body = json.dumps({"type": "about:blank", "title": title, "status": status, "detail": detail}).encode()
+    problem = {"type": "about:blank", "title": title, "status": status, "detail": detail, "cure": cure}
+    body = json.dumps(problem).encode()
     length = (b"content-length", str(len(body)).encode())
     headers = [(b"content-type", b"application/problem+json"), length, *extra]
     await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -39,7 +39,8 @@ class Passwords:
             users = self._file.config.basic_auth_users
             if users and not await self._may_pass(scope, users):
                 headers = [(b"www-authenticate", b'Basic realm="honed"')]
-                await answer(send, 401, "Unauthorized", "a user and password of http.metrics_web_config are needed", headers)
+                why = "a user and password of http.metrics_web_config are needed"
+                await answer(send, 401, "Unauthorized", why, "Prometheus takes them in `basic_auth`.", headers)
                 return
         await self._app(scope, receive, send)
 

@@ -31,6 +31,7 @@ from honed.daemon.settings.plain_errors import sentence
 
 log = structlog.get_logger("honed.api")
 
+_JSON = re.compile(r"application/(.+\+)?json\b")
 _KIND = re.compile(r"constrained-\w+|int|float|str")
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
@@ -91,19 +92,25 @@ def finish(app: FastAPI, *, other_routes: str = "") -> None:
 
     @app.exception_handler(RequestValidationError)
     def on_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        known = _fields_of(request)
+        known, kind = _fields_of(request), request.headers.get("content-type", "")
+        if known and isinstance(error.body, bytes | str) and not _JSON.match(kind):
+            detail = f"the body is sent {f'as {kind}' if kind else 'without a type'}"
+            return problem(422, "Invalid request", detail, "Send it as `Content-Type: application/json`.")
         detail, is_about_names = _explain(error.errors(), known)
         return problem(422, "Invalid request", detail, f"It takes {', '.join(known)}." if known and is_about_names else "")
 
     @app.exception_handler(HTTPException)
     def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
         asked, cure = f"{request.method} {request.url.path}", ""
+        methods = ", ".join(sorted(methods_of(app, request)))
         if error.status_code == 404:
             asked, cure = f"{asked} isn't a route of {request.url.netloc}", other_routes
+        elif error.status_code == 405:
+            asked, cure = f"{request.url.path} doesn't take {request.method}", f"It takes {methods}."
         answer = problem(error.status_code, str(error.detail), asked, cure)
         answer.headers.update(error.headers or {})
         if error.status_code == 405:  # Starlette lists only the first matching route's methods
-            answer.headers["allow"] = ", ".join(sorted(methods_of(app, request)))
+            answer.headers["allow"] = methods
         return answer
 
     @app.exception_handler(Exception)

@@ -226,6 +226,11 @@ class AdminClient:
                 f"the daemon at {self.where} did not answer within {self._timeout_s:g} s",
                 cure="It may be hung or its disk very slow: see `journalctl -u honed`, or raise --timeout.",
             )
+        if "SSL" in str(error) and self.where.startswith("https://"):
+            return Unreachable(
+                f"{self.where} doesn't speak TLS as asked ({error})",
+                cure="The admin API's own port has none: write http://, or go through the proxy that has the certificate.",
+            )
         if isinstance(error, httpx2.RemoteProtocolError | httpx2.ReadError):
             return Unreachable(
                 f"the daemon at {self.where} went away during the request",
@@ -302,16 +307,9 @@ def refusal(answer: httpx2.Response) -> Refused:
     message = f"{title}: {detail}" if detail and detail != title else title
     cure = problem.get("cure")
     cures = {
-        401: (
-            "The --token-file must match the token the daemon read at its start: restart it after changing its tokens."
-            if "authorization" in answer.request.headers
-            else "Give a token with --token-file."
-        ),
-        403: "This needs the admin token, not the read token.",
         404: "List what exists with `honed drafters`, `honed operations` or `honed engines`.",
         409: "See what is running with `honed operations`.",
         412: "Something changed meanwhile: check `honed drafters`, then repeat.",
-        429: "Too many changes at once: wait a moment.",
         500: "See `journalctl -u honed` for the cause.",
     }
     cure = cure if cure and isinstance(cure, str) else cures.get(answer.status_code, "")

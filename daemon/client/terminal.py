@@ -60,7 +60,9 @@ class Connection:
             try:
                 token = self.token_file.read_text("ascii").strip()
             except (OSError, UnicodeDecodeError) as error:
-                fail(f"the token file can't be read: {error}", exit_code=EXIT_USAGE)
+                fail(f"the token file {self.token_file} can't be read: {error}", exit_code=EXIT_USAGE)
+            if not token:
+                fail(f"the token file {self.token_file} is empty", exit_code=EXIT_USAGE)
         if self.url:
             return AdminClient(url=self.url, token=token, timeout_s=self.timeout_s)
         path = self.socket or socket_of(load_settings(self.config).paths)
@@ -177,6 +179,13 @@ def duration_s(text: str) -> float:
     if match is None or match[2] not in _UNITS_S or math.isinf(float(match[1])):
         raise typer.BadParameter(f"{text!r} is not a duration: write 90s, 10m, 2h or 1d")
     return float(match[1]) * _UNITS_S[match[2]]
+
+
+def checked_scope(text: str) -> str:
+    """Callback of --scope. Raises typer.BadParameter for what isn't one; "" is the default."""
+    if text not in ("", "full", "kv-frozen"):
+        raise typer.BadParameter(f"{text!r}: use full or kv-frozen")
+    return text
 
 
 def duration_text(seconds: float) -> str:

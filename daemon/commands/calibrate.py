@@ -21,7 +21,7 @@ from honed.daemon.calibration.calibrate import CalibrationError, Collected
 from honed.daemon.calibration.prompts_file import HELP, PromptsError, read_prompts
 from honed.daemon.calibration.served_target import Sampling, ServedTarget, TargetError, read_key
 from honed.daemon.client.client import EXIT_FAILED, EXIT_USAGE, FINISHED, AdminClient
-from honed.daemon.client.terminal import JsonFlag, Reason, connect, emit, fail, say
+from honed.daemon.client.terminal import JsonFlag, Reason, checked_scope, connect, emit, fail, say
 from honed.daemon.client.visible import SafeConsole
 from honed.daemon.commands.show import cells
 from honed.daemon.commands.show import status as show
@@ -61,7 +61,9 @@ def command(
     ] = 16,
     api_key_file: KeyFile = None,
     engine: Annotated[str, typer.Option(help="Engine; optional if there is only one.")] = "",
-    scope: Annotated[str, typer.Option(help="full or kv-frozen; default: full if the engine captures layers.")] = "",
+    scope: Annotated[
+        str, typer.Option(callback=checked_scope, help="full or kv-frozen; default: full if the engine captures layers.")
+    ] = "",
     max_seconds: Annotated[float | None, typer.Option(min=1, help="Longest time to train.")] = None,
     promote: Annotated[bool, typer.Option("--promote", help="Swap it in at once, without a trial or monitoring.")] = False,
     new_drafter: Annotated[
@@ -80,8 +82,6 @@ def command(
         return
     if not url or prompts is None:
         raise typer.BadParameter("give --url and --prompts (or --new-drafter and --target)")
-    if scope not in ("", "full", "kv-frozen"):
-        raise typer.BadParameter(f"{scope!r}: use full or kv-frozen", param_hint="--scope")
     sampling = Sampling(max_tokens, temperature, top_p)
     with told(), connect(context) as client:
         found = read_prompts(prompts, limit)

@@ -54,8 +54,10 @@ def test_no_operation_answers_without_its_token(client: TestClient, service: Ser
 
 
 def test_a_wrong_token_is_told_from_none(client: TestClient) -> None:
-    assert client.get("/v1/status").json()["detail"] == "no token was given"
-    assert client.get("/v1/status", headers=bearer("x" * 32)).json()["detail"] == "the token isn't one of this daemon's"
+    without, wrong = client.get("/v1/status").json(), client.get("/v1/status", headers=bearer("x" * 32)).json()
+    assert (without["detail"], wrong["detail"]) == ("no token was given", "the token isn't one of this daemon's")
+    assert "--token-file" in without["cure"]
+    assert "restart it" in wrong["cure"]
 
 
 def test_the_reading_token_reads_and_changes_nothing(client: TestClient, service: Service) -> None:
@@ -88,7 +90,9 @@ def test_two_tokens_at_once_are_none(client: TestClient) -> None:
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil:1", "", "127.0.0.1@evil", "[::2]"])
 def test_a_forged_host_is_refused_whatever_token_it_has(client: TestClient, host: str) -> None:
-    assert client.get("/v1/status", headers=bearer(ADMIN) | {"Host": host}).status_code == 421
+    answer = client.get("/v1/status", headers=bearer(ADMIN) | {"Host": host})
+    assert answer.status_code == 421
+    assert "127.0.0.1" in answer.json()["cure"]
 
 
 @pytest.mark.fault("an IPv6 address without a port as host")

@@ -191,6 +191,15 @@ def test_a_wrong_value_is_one_plain_sentence(client: TestClient, path: str, body
     assert (answer.json()["cure"] or "-").startswith(cure or "-")
 
 
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_that_is_not_sent_as_json_is_told_how_to_send_it(client: TestClient, kind: str) -> None:
+    answer = client.post("/v1/recalibrations", content=b'{"reason": "x"}', headers={"content-type": kind} if kind else {})
+    document = answer.json()
+    assert answer.status_code == 422
+    assert document["detail"] == f"the body is sent {f'as {kind}' if kind else 'without a type'}"
+    assert document["cure"] == "Send it as `Content-Type: application/json`."
+
+
 @pytest.mark.parametrize(
     ("method", "path", "says", "cure"),
     [
@@ -204,6 +213,7 @@ def test_a_wrong_value_is_one_plain_sentence(client: TestClient, path: str, body
         ("DELETE", "/v1/overrides/policy", "no override 'policy' is in force; there are none", "honed override list"),
         ("GET", "/v1/batches?afer=1", "unknown parameter 'afer'; did you mean after?", "It takes after, limit."),
         ("GET", "/v1/status?x=1", "unknown parameter 'x'", "It takes no parameters."),
+        ("DELETE", "/v1/overrides", "/v1/overrides doesn't take DELETE", "It takes GET."),
     ],
 )
 def test_what_is_missing_or_in_the_way_comes_with_what_there_is_and_what_to_do(
@@ -350,7 +360,8 @@ def test_pausing_is_remembered(client: TestClient, service: Service) -> None:
 
 def test_a_body_beyond_the_limit_is_refused(client: TestClient) -> None:
     big = b'{"reason": "' + b"x" * 70_000 + b'"}'
-    assert client.post("/v1/training:pause", content=big).status_code == 413
+    refused = client.post("/v1/training:pause", content=big)
+    assert (refused.status_code, refused.json()["cure"]) == (413, "Send less.")
     pieces = iter([big[:40_000], big[40_000:]])
     assert client.post("/v1/training:pause", content=pieces).status_code == 413
 
@@ -360,8 +371,9 @@ def test_too_many_changes_are_refused_and_reading_goes_on(service: Service) -> N
     service.monotonic = lambda: now_s
     allowed = service.settings.http.mutations_per_minute
     with TestClient(make_app(service)) as client:
-        codes = [client.post("/v1/training:resume").status_code for _ in range(allowed + 1)]
-        assert codes == [202] * allowed + [429]
+        answers = [client.post("/v1/training:resume") for _ in range(allowed + 1)]
+        assert [one.status_code for one in answers] == [202] * allowed + [429]
+        assert answers[-1].json()["cure"] == "Wait a moment."
         assert client.get("/v1/overrides").status_code == 200
 
 

@@ -1,6 +1,7 @@
 """The boundary: whatever goes wrong on the way to the daemon has a name, a cure and an exit code."""
 
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,26 @@ def test_a_tcp_address_where_nobody_listens() -> None:
     assert "--url" in caught.value.cure
 
 
+def test_tls_to_a_port_without_it_is_told() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"https://127.0.0.1:{server.getsockname()[1]}"
+        with AdminClient(url=url) as client, pytest.raises(Unreachable, match="doesn't speak TLS as asked") as caught:
+            client.get("/v1/status")
+        thread.join()
+    assert "http://" in caught.value.cure
+
+
 def test_an_answer_that_is_not_json_is_somebody_else(path: Path) -> None:
     with serving(path, lambda *_: (200, "<html>")), AdminClient(path) as client:
         with pytest.raises(AdminError, match="isn't JSON") as caught:
@@ -136,14 +157,6 @@ def test_the_daemons_own_cure_goes_before_a_general_one(path: Path) -> None:
     with serving(path, lambda *_: (409, problem)), AdminClient(path) as client, pytest.raises(Refused) as caught:
         client.get("/v1/status")
     assert caught.value.cure == "Start one."
-
-
-@pytest.mark.parametrize(("token", "says"), [("", "Give a token"), ("x" * 32, "must match the token the daemon read")])
-def test_who_gave_a_token_is_not_told_to_give_one(path: Path, token: str, says: str) -> None:
-    problem = {"title": "Unauthorized"}
-    with serving(path, lambda *_: (401, problem)), AdminClient(path, token=token) as client, pytest.raises(Refused) as caught:
-        client.get("/v1/status")
-    assert says in caught.value.cure
 
 
 @pytest.mark.parametrize("document", ["404 page not found", {"detail": "Not Found"}])

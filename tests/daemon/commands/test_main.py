@@ -197,18 +197,21 @@ def test_a_runtime_folder_that_others_may_have_made_is_refused(run: Run, paths: 
         *(f"override set draft_tokens {value}" for value in ("nan", "inf", "1e400")),
         *(f"events export --out x --since {'9' * 400}{unit}" for unit in ("", "d")),
         *("status --watch --json", "status --watch --check"),
+        *("recalibrate --scope half", "calibrate --url http://127.0.0.1:1 --prompts p --scope half"),
     ],
 )
 def test_wrong_usage_ends_with_2(run: Run, command: str) -> None:
     assert run(*command.split()).exit_code == 2
 
 
-@pytest.mark.parametrize("token", [b"\xff\xfe", "ticket-é".encode()])
-def test_a_token_that_is_no_text_ends_with_2(run: Run, tmp_path: Path, token: bytes) -> None:
+@pytest.mark.parametrize(
+    ("token", "says"), [(b"\xff\xfe", "can't be read"), ("ticket-é".encode(), "can't be read"), (b" \n", "is empty")]
+)
+def test_a_token_that_is_no_text_ends_with_2(run: Run, tmp_path: Path, token: bytes, says: str) -> None:
     (tmp_path / "token").write_bytes(token)
     result = run("--url", "http://127.0.0.1:1", "--token-file", tmp_path / "token", "status")
     assert result.exit_code == 2
-    assert "the token file can't be read" in result.stderr
+    assert f"the token file {tmp_path / 'token'} {says}" in result.stderr
 
 
 # --- reading --------------------------------------------------------------------------------------------------------------
