@@ -7,6 +7,7 @@ held-out prompts again, of documents that were in neither the traffic nor any tr
     kv_frozen, full   both scopes: B after / before and A after / before, at temperature 0 and 0.8; wall seconds from request to
                       the version in the registry, gate included; label tokens of the training
     losses            B after / before at temperature 0 for each loss, kv-frozen, all with the same number of micro-steps
+    sampled          traffic that is sampled at temperature 0.8: for each loss B and A after / before at both temperatures
     fine_tuned_recovered   the target is fine-tuned (LoRA), which lowers A's acceptance length; the share of that loss which one
                            recalibration on A's traffic from the fine-tuned target recovers
     pairs             B and A after / before at temperature 0 for pairs of other kinds: `sliding` (windows, a reduced
@@ -87,6 +88,25 @@ def scopes_and_losses(folder: Path, plan: Plan, useful_a: Sequence[Prompt]) -> D
             details[f"loss {loss}"] = told | {"b": compared}
             tell(loss, details[f"loss {loss}"])
     return found | {"details": details}
+
+
+def on_sampled_traffic(folder: Path, plan: Plan) -> Document:
+    """Measure each loss on traffic that is sampled at temperature 0.8, on held-out prompts at both temperatures."""
+    held = {w: read_prompts(TINY / f"prompts_{w}.jsonl", plan.heldout) for w in "ab"}
+    found: Document = {}
+    with Engine(folder / "run", TINY / "target", TINY / "drafter") as engine:
+        site = Site(folder, engine, plan, TINY / "drafter")
+        before = {(w, t): engine.measure(held[w], t) for w in "ab" for t in (0.0, 0.8)}
+        site.play("a", read_prompts(TINY / "traffic_a.jsonl", plan.traffic_a), 0.8)
+        site.play("b", read_prompts(TINY / "traffic_b.jsonl", plan.traffic_b), 0.8)
+        for loss in plan.losses:
+            told = site.recalibrate("b", "kv-frozen", loss)
+            found[loss] = told | {
+                f"{w} at {t}": compare(rounds, engine.measure(held[w], t)) for (w, t), rounds in before.items()
+            }
+            site.swap_back()
+            tell(f"sampled, {loss}", found[loss])
+    return found
 
 
 def after_fine_tuning(folder: Path, plan: Plan, target: Path, useful_a: Sequence[Prompt], before_move: Rounds) -> Document:
@@ -173,12 +193,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="a few minutes, to see that it works; the bars don't apply")
     parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results; none in the short mode)")
-    parser.add_argument(
-        "--only", nargs="+", choices=["tiny", *recalib_pair.KINDS], default=["tiny", *recalib_pair.KINDS], help="these pairs"
-    )
+    kinds = ["tiny", "sampled", *recalib_pair.KINDS]
+    parser.add_argument("--only", nargs="+", choices=kinds, default=kinds, help="these parts")
     arguments = parser.parse_args()
-    name = "-".join(["recalib", *(arguments.only if len(arguments.only) <= len(recalib_pair.KINDS) else ())])
-    result: Document = run(SHORT if arguments.short else Plan()) if "tiny" in arguments.only else {}
+    name = "-".join(["recalib", *(arguments.only if len(arguments.only) < len(kinds) else ())])
+    plan = SHORT if arguments.short else Plan()
+    result: Document = run(plan) if "tiny" in arguments.only else {}
+    if "sampled" in arguments.only:
+        with tempfile.TemporaryDirectory(prefix="honed-recalib-") as folder:
+            result["sampled"] = on_sampled_traffic(Path(folder), plan)
     result["pairs"] = {
         kind: recalib_pair.run(kind, is_short=arguments.short) for kind in recalib_pair.KINDS if kind in arguments.only
     }

@@ -58,11 +58,11 @@ class Site:
         self.parent = self.registry.import_checkpoint(drafter, target_path=str(engine.target))
         self.traffic = Traffic(folder / "run", self.settings, HoldOut(b"recalib benchmark"[:16]))
 
-    def play(self, workload: str, prompts: Sequence[Prompt]) -> None:
+    def play(self, workload: str, prompts: Sequence[Prompt], temperature: float = 0.0) -> None:
         """Play live traffic, which is captured."""
         self.engine.capture(True, self.parent.version)
         for i in range(0, len(prompts), recalib_engine.CONCURRENCY):
-            self.engine.generate(prompts[i : i + recalib_engine.CONCURRENCY], workload=workload)
+            self.engine.generate(prompts[i : i + recalib_engine.CONCURRENCY], temperature, workload, seed=i)
             self.traffic.discover()
             while self.traffic.poll():
                 pass
