@@ -56,6 +56,8 @@ FLAG_GAP = 2
 """Rows before these are missing (prefix cache hit, sampled late): a reader starts a new sequence here."""
 FLAG_REJECTED = 4
 """Drafts of this verify round were rejected: the token after these rows is the target's instead of a draft."""
+FLAG_SAMPLED = 8
+"""The request's tokens are drawn from the target's own distribution: the emitted one need not be the most likely."""
 
 FEATURE_DTYPES = {1: "float32", 2: "float16", 3: "bfloat16"}
 ROW_FORMATS = {1: "<f4", 2: "<f2", 3: "<u2"}

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, finite_rows, runs_of
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, FLAG_SAMPLED, finite_rows, runs_of
 from honed.attach.capture.pinned_arena import Slot
 from honed.attach.capture.ring_writer import RingWriter
 
@@ -36,6 +36,8 @@ class CapturedRequest:
     prompt_tokens: int
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end the answer."""
+    is_sampled: bool = False
+    """Whether its tokens are drawn from the target's own distribution."""
     next_position: int = 0
     """Used by the writer only, as what follows."""
     is_over: bool = False
@@ -240,6 +242,7 @@ class RowWriter:
         if int(positions[-1]) - first != count - 1:
             raise ValueError(f"rows {first}…{int(positions[-1])} of a request are not consecutive ({count} rows): not captured")
         flags |= FLAG_PREFILL if first < request.prompt_tokens else 0
+        flags |= FLAG_SAMPLED if request.is_sampled else 0
         if first != request.next_position:
             flags |= FLAG_GAP
         assert self._ring is not None

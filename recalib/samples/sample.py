@@ -18,7 +18,8 @@ class TrainingSample:
     its absolute position (positions rise by one; the stretch need not begin at 0). `features` are the fused ones (after `fc`
     and `hidden_norm`) or, with `is_fused = False`, the target's concatenated auxiliary hidden states. `break_positions` are
     absolute positions of tokens that the target emitted in place of a rejected draft token. `target_hidden` is the target's
-    last hidden state *after* its final norm, so `target_hidden @ lm_head.T` are its logits.
+    last hidden state *after* its final norm, so `target_hidden @ lm_head.T` are its logits. `likely[i]` is its most likely
+    token after row i, in rows that it emitted. It is learned in place of the emitted one, which was drawn at random.
     """
 
     features: Tensor  # [T, H] or [T, A]
@@ -30,11 +31,13 @@ class TrainingSample:
     num_prompt_tokens: int = 0
     is_fused: bool = True
     target_hidden: Tensor | None = None  # [T, H_target]
+    likely: Tensor | None = None  # [T] int64
 
     def __post_init__(self) -> None:
         """Check the row counts: mismatched rows would train the drafter on nonsense."""
         num_tokens = self.token_ids.shape[0]
         rows = {"features": self.features, "positions": self.positions, "target_hidden": self.target_hidden}
+        rows["likely"] = self.likely
         for name, tensor in rows.items():
             if tensor is not None and tensor.shape[0] != num_tokens:
                 raise ValueError(f"sample of session {self.session}: {name} has {tensor.shape[0]} rows, not {num_tokens}")
@@ -57,6 +60,7 @@ class PackedSamples:
     segments: Tensor  # [T] int64, sample of each row
     is_emitted: Tensor  # [T] bool, whether the target emitted the token: the others are a prompt's
     is_fused: bool
+    goals: Tensor  # [T] int64, what a drafter learns to draft after each row
     target_hidden: Tensor | None = None  # [T, H_target]
 
     @property
@@ -68,7 +72,7 @@ class PackedSamples:
         """Copy to a device, but for what anchors are chosen by."""
         hidden = self.target_hidden.to(device, non_blocking=True) if self.target_hidden is not None else None
         moved = [t.to(device, non_blocking=True) for t in (self.features, self.token_ids, self.positions, self.segments)]
-        return PackedSamples(moved[0], moved[1], moved[2], moved[3], self.is_emitted, self.is_fused, hidden)
+        return PackedSamples(moved[0], moved[1], moved[2], moved[3], self.is_emitted, self.is_fused, self.goals, hidden)
 
 
 def pack(samples: list[TrainingSample]) -> PackedSamples:
@@ -89,5 +93,11 @@ def pack(samples: list[TrainingSample]) -> PackedSamples:
         segments=torch.cat([torch.full((sample.num_tokens,), i) for i, sample in enumerate(samples)]),
         is_emitted=torch.cat([torch.arange(sample.num_tokens) >= sample.num_prompt_tokens for sample in samples]),
         is_fused=samples[0].is_fused,
+        goals=torch.cat([_next_tokens(sample) if sample.likely is None else sample.likely for sample in samples]),
         target_hidden=torch.cat(hidden) if len(hidden) == len(samples) else None,
     )
+
+
+def _next_tokens(sample: TrainingSample) -> Tensor:  # [T]
+    """The token after each row; the last one after itself."""
+    return torch.cat((sample.token_ids[1:], sample.token_ids[-1:]))

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, KIND_END
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, FLAG_SAMPLED, KIND_END
 from honed.recalib.samples.ring_reader import RingRecord
 from honed.recalib.samples.stretch import Stretch
 
@@ -56,6 +56,7 @@ class _Open:
     breaks: list[int] = field(default_factory=list)
     seen_s: float = 0.0
     is_rejected: bool = False
+    is_sampled: bool = False
     """The next token is the target's, in place of a rejected draft token."""
     context: str = ""
 
@@ -98,6 +99,7 @@ class _Open:
         if self.is_rejected and skip == 0:
             self.breaks.append(record.first_position)
         self.is_rejected = bool(record.flags & FLAG_REJECTED)
+        self.is_sampled = bool(record.flags & FLAG_SAMPLED)
         self.token_ids.append(ids)
         self.features.append(features)
         self.row_bytes = features.shape[1] * features.itemsize + 4
@@ -117,6 +119,7 @@ class _Open:
             earliest_s=self.came_s[0],
             taken_s=self.came_s[1],
             context=self.context,
+            is_sampled=self.is_sampled,
         )
 
 

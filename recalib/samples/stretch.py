@@ -31,6 +31,8 @@ class Stretch:
     """Unix time before which it hadn't. The two are equal unless it was in the ring before the trainer was."""
     context: str = ""
     """What made its features (`contexts_of`); the version's name if that was unknown when it came."""
+    is_sampled: bool = False
+    """Whether its tokens were drawn from the target's own distribution."""
 
     @property
     def num_rows(self) -> int:

@@ -32,6 +32,24 @@ def block_labels(packed: PackedSamples, anchors: Tensor, num_draft_tokens: int) 
     return packed.token_ids[torch.minimum(rows, last)], rows <= last
 
 
+def block_goals(packed: PackedSamples, anchors: Tensor, num_draft_tokens: int) -> Tensor:  # [N] -> [N, K]
+    """Return the tokens to learn after each anchor: the emitted ones, or the target's most likely ones where it sampled.
+
+    A server drafts its drafter's most likely tokens. They are accepted most often if they are the target's.
+    """
+    rows, last = anchors[:, None] + torch.arange(num_draft_tokens), _last_rows(packed, anchors)[:, None]
+    return packed.goals[torch.minimum(rows, last - 1)]
+
+
+def reach(labels: Tensor, goals: Tensor) -> Tensor:  # 2 x [N, K] -> [N, K]
+    """Mark each position, 1 or 0: whether drafts that are all right so far would have led to the emitted text.
+
+    Where the target drew another token than its most likely one, no draft after it counts: a server's round ends there.
+    """
+    on_path = (labels == goals).float().cumprod(-1)
+    return torch.cat((torch.ones_like(on_path[:, :1]), on_path[:, :-1]), dim=1)
+
+
 def _last_rows(packed: PackedSamples, rows: Tensor) -> Tensor:  # [N] -> [N]
     """The last rows of the samples that these rows are in."""
     ends = torch.cat((packed.starts[1:], torch.tensor([len(packed.segments)])))

@@ -11,9 +11,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from honed.adapt.protocol.capture_limit import MOST_CAPTURED
-from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, FLAG_SAMPLED
 from honed.attach.capture.capture import Capturer
 from honed.attach.capture.captured_rows import CapturedRows
 from honed.attach.capture.ring_writer import RingWriter
@@ -103,6 +105,29 @@ def test_prompt_rows_are_marked(capturer: Capturer, ring: Recorder) -> None:
     capturer.on_step(view({"x": [(0, 5), (1, 6)]}))
     capturer.on_step(view({"x": [(2, 9)]}))
     assert [r["flags"] for r in ring.rows] == [FLAG_PREFILL, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "is_sampled"),
+    [
+        ({}, False),
+        ({"temperature": 0.7}, True),
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 20, "seed": 1}, True),
+        ({"temperature": 0.7, "repetition_penalty": 1.1}, False),
+        ({"temperature": 0.7, "logit_bias": {7: 5.0}}, False),
+        ({"temperature": 0.7, "structured_outputs": StructuredOutputsParams(json="{}")}, False),
+    ],
+)
+def test_rows_are_marked_if_the_emitted_token_need_not_be_the_likeliest(
+    capturer: Capturer, ring: Recorder, given: dict[str, Any], is_sampled: bool
+) -> None:
+    output = schedule({"x": [5, 6]})
+    output.scheduled_new_reqs[0].sampling_params = SamplingParams(**({"temperature": 0.0} | given))
+    capturer.on_schedule(output)
+    capturer.on_step(view({"x": [(0, 5), (1, 6)]}))
+    capturer.on_step(view({"x": [(2, 9)]}, rejected=[0]))
+    mark = FLAG_SAMPLED if is_sampled else 0
+    assert [r["flags"] for r in ring.rows] == [FLAG_PREFILL | mark, mark]
 
 
 def test_a_hole_is_marked(capturer: Capturer, ring: Recorder) -> None:

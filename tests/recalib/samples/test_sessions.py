@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, KIND_END, KIND_ROWS
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, FLAG_SAMPLED, KIND_END, KIND_ROWS
 from honed.recalib.samples.ring_reader import RingRecord
 from honed.recalib.samples.sessions import SessionAssembler
 
@@ -42,6 +42,13 @@ def test_prompt_and_rounds_become_one_stretch():
     assert (stretch.first_position, stretch.num_prompt_tokens, stretch.breaks) == (0, 3, ())
     assert (stretch.session, stretch.workload) == ("s-r", "w")
     check(stretch)
+
+
+@pytest.mark.parametrize("flag", [0, FLAG_SAMPLED])
+def test_a_stretch_tells_whether_its_tokens_were_drawn(flag):
+    _, (stretch,) = assemble(record(0, [5, 6, 7], FLAG_PREFILL | flag), record(3, [8, 9], flag), end())
+    assert stretch.is_sampled == bool(flag)
+    assert stretch.cut(slice(1, 4)).is_sampled == bool(flag)
 
 
 def test_prompt_in_chunks_is_one_prompt():

@@ -1,9 +1,18 @@
 """Which tokens are anchors: those after which a server drafts."""
 
+from dataclasses import replace
+
 import torch
 
 from honed.recalib.samples.sample import TrainingSample, pack
-from honed.recalib.training.blocks import block_labels, break_anchors, choose_anchors, eligible_anchors
+from honed.recalib.training.blocks import (
+    block_goals,
+    block_labels,
+    break_anchors,
+    choose_anchors,
+    eligible_anchors,
+    reach,
+)
 
 
 def sample(num_tokens, num_prompt_tokens, breaks=()):
@@ -28,6 +37,16 @@ def test_a_block_has_labels_up_to_its_sample_s_end():
     labels, has_label = block_labels(packed, torch.tensor([2, 4, 7]), 3)
     assert labels.tolist() == [[3, 4, 5], [5, 5, 5], [2, 2, 2]]
     assert has_label.tolist() == [[True, True, True], [True, False, False], [True, False, False]]
+
+
+def test_the_most_likely_tokens_are_learned_where_the_target_sampled():
+    drawn = replace(sample(6, 2), likely=torch.tensor([0, 0, 3, 9, 5, 9]))
+    packed, anchors = pack([sample(3, 1), drawn]), torch.tensor([1, 5, 6])
+    labels, has_label = block_labels(packed, anchors, 3)
+    goals = block_goals(packed, anchors, 3)
+    assert labels[has_label].tolist() == [2, 3, 4, 5, 4, 5]
+    assert goals[has_label].tolist() == [2, 3, 9, 5, 9, 5]
+    assert reach(labels, goals)[1].tolist() == [1.0, 1.0, 0.0], "after a token that no draft would be"
 
 
 def test_preferred_anchors_are_emitted_ones_too():
