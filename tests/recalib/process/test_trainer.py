@@ -258,6 +258,16 @@ def test_it_yields_to_another_daemon_s_engines(daemon: zmq.Socket[bytes], tmp_pa
     flag.close()
 
 
+def begin_training(daemon: zmq.Socket[bytes], trainer: Trainer, request: wire.TrainRequest) -> None:
+    """Ask for a training, and let it go on for some turns: it stays, whichever engines are there or down."""
+    ask(daemon, trainer, request)
+    while trainer._state != "training":
+        trainer.turn()
+    for _ in range(5):
+        trainer.turn()
+    assert trainer._state == "training"
+
+
 @pytest.mark.fault("a restart of vLLM while a training holds the GPU's memory")
 @pytest.mark.parametrize("is_saving", [False, True], ids=["computing", "saving its state"])
 def test_a_training_on_a_gpu_ends_with_an_engine_beside_it(
@@ -266,12 +276,7 @@ def test_a_training_on_a_gpu_ends_with_an_engine_beside_it(
     monkeypatch.setattr(TrainingRun, "device", torch.device("cuda"))
     stays, ends = (BusyFlag(tmp_path / "engines" / name / "busy") for name in ("stays", "ends"))
     trainer, request = make_trainer(tmp_path)
-    ask(daemon, trainer, request)
-    while trainer._state != "training":
-        trainer.turn()
-    for _ in range(5):
-        trainer.turn()
-    assert trainer._state == "training"
+    begin_training(daemon, trainer, request)
     assert trainer._operation is not None
     trainer._operation.progress.is_saving = is_saving
     ends.close()
@@ -294,12 +299,7 @@ def test_a_training_on_a_gpu_ends_with_an_engine_that_starts(
     if has_run:
         BusyFlag(page).close()
     trainer, request = make_trainer(tmp_path)
-    ask(daemon, trainer, request)
-    while trainer._state != "training":
-        trainer.turn()
-    for _ in range(5):
-        trainer.turn()
-    assert trainer._state == "training", "whatever is down"
+    begin_training(daemon, trainer, request)
     tell_start(page)
     trainer._next_samples_s = 0.0
     trainer.turn()
