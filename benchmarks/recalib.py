@@ -7,7 +7,7 @@ held-out prompts again, of documents that were in neither the traffic nor any tr
     kv_frozen, full   both scopes: B after / before and A after / before, at temperature 0 and 0.8; wall seconds from request to
                       the version in the registry, gate included; label tokens of the training
     losses            B after / before at temperature 0 for each loss, kv-frozen, all with the same number of micro-steps
-    sampled          traffic that is sampled at temperature 0.8: for each loss B and A after / before at both temperatures
+    sampled           traffic that is sampled at temperature 0.8: for each loss B and A after / before at both temperatures
     fine_tuned_recovered   the target is fine-tuned (LoRA), which lowers A's acceptance length; the share of that loss which one
                            recalibration on A's traffic from the fine-tuned target recovers
     pairs             B and A after / before at temperature 0 for pairs of other kinds: `sliding` (windows, a reduced

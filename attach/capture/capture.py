@@ -35,6 +35,7 @@ from honed.attach.capture.pinned_arena import PinnedArena, Slot
 from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.events.labels import read_labels
 from honed.attach.events.request_book import key_of
+from honed.attach.events.steering import is_steered
 from honed.attach.runner.runner import StepView
 from honed.attach.swap.staging import use_device
 from honed.kernels.capture.context_features import context_features
@@ -45,11 +46,6 @@ LEAST_PINNED, MOST_PINNED = 256 << 20, 1 << 30
 """Bytes of pinned memory for rows on their way to the ring; as many as the rows of one step take, within these limits."""
 RETRY_S = 600.0
 """Time to wait after a ring couldn't be made."""
-_STEERING = (
-    *("presence_penalty", "frequency_penalty", "min_tokens", "bad_words", "structured_outputs", "logit_bias"),
-    *("allowed_token_ids", "thinking_token_budget"),
-)
-"""Sampling parameters by which a token is emitted that the target's head alone wouldn't give."""
 
 
 class Capturer:
@@ -176,7 +172,7 @@ class Capturer:
             workload=labels.workload,  # the engine has bounded their number
             prompt_tokens=len(new.prompt_token_ids),
             stop_ids=_stop_ids(params),
-            is_sampled=_is_sampled(params),
+            is_sampled=getattr(params, "temperature", 0.0) > 0.0 and not is_steered(params),
         )
 
     def on_step(self, view: StepView) -> None:
@@ -313,13 +309,6 @@ def _session(label: str, prompt: list[int]) -> str:
     """
     own = label.encode() if label else np.array(prompt, np.int32).tobytes()
     return hashlib.blake2b(own, digest_size=8, person=b"" if label else b"prompt").hexdigest()
-
-
-def _is_sampled(params: Any) -> bool:
-    """Whether a request's tokens are drawn from the target's own distribution: nothing else forbids or favours some."""
-    if not getattr(params, "temperature", 0.0) or getattr(params, "repetition_penalty", 1.0) != 1.0:
-        return False
-    return not any(getattr(params, name, None) for name in _STEERING)
 
 
 def _stop_ids(params: Any) -> frozenset[int]:

@@ -163,8 +163,10 @@ class Trainer:
         if now_s < self._next_samples_s:
             return
         self._next_samples_s = now_s + self._settings.tick_s
-        self._yielding.busy.discover()
-        if now_s >= self._next_discovery_s:
+        is_due = now_s >= self._next_discovery_s
+        if is_due or self._operation is not None:  # an engine that starts wants the training's memory at once
+            self._yielding.busy.discover()
+        if is_due:
             self._next_discovery_s = now_s + 1.0
             self._traffic.discover()
             self._traffic.expire()

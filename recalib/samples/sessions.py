@@ -56,8 +56,8 @@ class _Open:
     breaks: list[int] = field(default_factory=list)
     seen_s: float = 0.0
     is_rejected: bool = False
-    is_sampled: bool = False
     """The next token is the target's, in place of a rejected draft token."""
+    is_sampled: bool = False
     context: str = ""
 
     @property

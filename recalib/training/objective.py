@@ -56,7 +56,8 @@ class Objective:
     def weights(self, is_kept: Tensor, has_label: Tensor, words: Tensor, reach: Tensor) -> Tensor:  # [N], 3 x [N, K] -> [N, K]
         """Each token's share of a micro-step's loss: it falls with the position.
 
-        It is zero beyond a sample's end, and in fresh blocks for tokens that the drafter can't draft. These count by `reach`.
+        It is zero beyond a sample's end, and in fresh blocks for tokens that the drafter can't draft.
+        Fresh blocks' tokens count by `reach` (`blocks.reach`).
         Kept and fresh blocks share by their numbers, a kept block counting `keep_weight` times a fresh one.
         """
         settings = self._settings
