@@ -140,7 +140,7 @@ def test_a_right_password_waits_for_no_guesses(tmp_path: Path, monkeypatch: pyte
     begun, go_on = threading.Event(), threading.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        await answer(send, 200, "", "")
+        await answer(send, 200, "", "", "")
 
     passwords = Passwords(app, WebConfigFile(write(tmp_path, basic_auth_users={"a": hashed(PASSWORD)})))
 
