@@ -147,6 +147,7 @@ structure: setup
 typecheck: setup
 	@echo "== mypy --strict"
 	@$(BIN)/mypy -p honed
+	@$(BIN)/mypy tests
 
 docs: setup
 	@echo "== the documentation site: build/site/index.html"

@@ -90,7 +90,7 @@ def serving(family: str, dtype: str, is_cached: bool, folder: Path) -> Iterator[
 
 @pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(*request.param, tmp_path_factory.mktemp("hybrid")) as found:
+    with serving(*request.param, folder=tmp_path_factory.mktemp("hybrid")) as found:
         yield found
 
 

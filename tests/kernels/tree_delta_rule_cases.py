@@ -67,8 +67,8 @@ def test_outputs_updates_and_states(
     budgets: list[int], heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype
 ) -> None:
     batch = Batch(budgets, heads, widths, dtype)
-    wanted, wanted_updates = reference.tree_delta_rule(*batch.args(), batch.max_rows)
-    out, updates = kernel.launch(*batch.args(), batch.max_rows)
+    wanted, wanted_updates = reference.tree_delta_rule(*batch.args(), max_rows=batch.max_rows)
+    out, updates = kernel.launch(*batch.args(), max_rows=batch.max_rows)
     torch.testing.assert_close(out, wanted, **TOLERANCE)
     for found, expected in zip(updates, wanted_updates, strict=True):
         torch.testing.assert_close(found, expected, **TOLERANCE)
@@ -82,9 +82,9 @@ def test_outputs_updates_and_states(
 
 def test_states_of_any_strides() -> None:
     batch = Batch([12, 7], (1, 2), (16, 16), torch.float32)
-    wanted, _ = reference.tree_delta_rule(*batch.args(), batch.max_rows)
+    wanted, _ = reference.tree_delta_rule(*batch.args(), max_rows=batch.max_rows)
     batch.states = batch.states.mT.contiguous().mT
-    out, updates = kernel.launch(*batch.args(), batch.max_rows)
+    out, updates = kernel.launch(*batch.args(), max_rows=batch.max_rows)
     torch.testing.assert_close(out, wanted, **TOLERANCE)
     states, target = batch.states.clone(), batch.root + 1
     reference.commit(states, batch.root, target, updates, batch.starts, batch.path, batch.accepted)

@@ -60,14 +60,14 @@ def launched(arguments: list[Any], chunk: int = CHUNK) -> ChainVerdict:
     num, depth = arguments[1].shape
     shapes = ((num,), (num, depth + 1), (num,))
     out = ChainVerdict(*(torch.full(shape, -9, dtype=torch.int32, device=DEVICE) for shape in shapes))
-    kernel.launch(*arguments, out, chunk)
+    kernel.launch(*arguments, out=out, chunk=chunk)
     return out
 
 
 def check(round_: Round, chunk: int = CHUNK) -> ChainVerdict:
     arguments: list[Any] = round_.arguments()
     made = launched(arguments, chunk)
-    for got, wanted in zip(made, reference.verify_chain(*arguments, chunk), strict=True):
+    for got, wanted in zip(made, reference.verify_chain(*arguments, chunk=chunk), strict=True):
         assert torch.equal(got, wanted)
     accepted, tokens, bonus = made
     assert (accepted <= arguments[2].clamp(0, tokens.shape[1] - 1)).all()

@@ -279,7 +279,7 @@ def test_policy_table_without_a_table_is_refused(client: TestClient) -> None:
 def test_policy_table_lives_as_long_as_the_settings_have_a_table(settings: Settings) -> None:
     settings.paths.state_dir.mkdir()
     settings.paths.runtime_dir.mkdir()
-    with_table = ControllerSection(table=((4, 5), (16, 2)))
+    with_table = ControllerSection.model_validate({"table": ((4, 5), (16, 2))})
     for controller, names in ((with_table, ["policy"]), (with_table, ["policy"]), (ControllerSection(), [])):
         service = Service(settings.model_copy(update={"controller": controller}), daemon_id="test")
         service.start()

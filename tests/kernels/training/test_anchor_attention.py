@@ -45,7 +45,7 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: s
 
 def anchor_attention(*arguments: Any, **kind: Any) -> torch.Tensor:
     """The op, with begins and ends as the twin takes them."""
-    return op.anchor_attention(*arguments[:5], Visible(*arguments[5:], **kind))
+    return op.anchor_attention(*arguments[:5], visible=Visible(*arguments[5:], **kind))
 
 
 def query_by_query(arguments: list[Any], window: int | None = None, is_causal: bool = False) -> torch.Tensor:
@@ -176,7 +176,7 @@ def test_the_last_tokens_of_a_block_alone_see_what_they_see_among_all(
     scale = shape[4] ** -0.5
     for made in (
         anchor_attention(*some, **kind),
-        by_flex(*some[:5], Visible(*some[5:], **kind), scale),
+        by_flex(*some[:5], visible=Visible(*some[5:], **kind), scale=scale),
         reference.anchor_attention(*some, scale=scale, **kind),
     ):
         torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-5)
@@ -187,7 +187,7 @@ def test_the_last_tokens_of_a_block_alone_see_what_they_see_among_all(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_flex_attention_with_our_mask_is_the_twin(shape: tuple[int, ...], kind: dict[str, Any]) -> None:
     arguments = inputs(shape)
-    made = by_flex(*arguments[:5], Visible(*arguments[5:], **kind), 0.3)
+    made = by_flex(*arguments[:5], visible=Visible(*arguments[5:], **kind), scale=0.3)
     torch.testing.assert_close(made, reference.anchor_attention(*arguments, scale=0.3, **kind), rtol=1e-4, atol=1e-5)
 
 
@@ -279,7 +279,7 @@ def test_units_of_any_size_are_served_by_a_few_kernels() -> None:
                 for blocks, rows in sizes:
                     *tensors, begins, ends = inputs((blocks, 16, 4, 2, 16, rows))
                     with torch.set_grad_enabled(is_training):
-                        by_flex(*tensors, Visible(begins, ends), 0.25, attend)
+                        by_flex(*tensors, visible=Visible(begins, ends), scale=0.25, attend=attend)
     torch._dynamo.reset()
     assert seen == counter.frame_count <= 4
 

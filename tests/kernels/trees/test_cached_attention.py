@@ -41,7 +41,7 @@ def test_it_is_the_attention_of_the_rows_own_keys_and_values(nodes: list[int], l
         firsts = torch.cat(of_rows).clamp(min=0).int()
     rows = others + torch.arange(num_rows)
     where = cached_rows(table, PAGE, HEADS // KV_HEADS, rows, starts, trees.row_masks, most + 1, prefix, firsts)
-    made = cached_attention(q, *caches, where, 0.3)
+    made = cached_attention(q, *caches, where=where, scale=0.3)
     paged = PagedPrefix(caches[0], caches[1], table, prefix, firsts=firsts)
     wanted, _ = reference.tree_attention(q[rows], k, v, starts, trees.row_masks, most + 1, 0.3, paged)
     torch.testing.assert_close(made, wanted)

@@ -48,7 +48,7 @@ class Step:
         self.k, self.v = torch.randn(2, 51, KV_HEADS, SIZE, generator=generator)
         self.cache = torch.randn(2, 9, PAGE, KV_HEADS, SIZE, generator=generator)
         self.table = torch.tensor([[3, 8, 1], [7, 0, 0], [0, 0, 0]], dtype=torch.int32)
-        self.paged = PagedPrefix(*self.cache, self.table, torch.tensor(self.lengths, dtype=torch.int32))
+        self.paged = PagedPrefix(*self.cache, block_table=self.table, lengths=torch.tensor(self.lengths, dtype=torch.int32))
 
     def args(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
         return self.q, self.k, self.v, self.starts, self.trees.row_masks, 41
@@ -233,7 +233,7 @@ def test_the_plans_of_all_steps_are_found_by_trying_few(
     wanted = {kernels_of(choose_plan(n, num_kv_heads, group, rows, *others, device)) for n, rows in steps}
     tried = list[tuple[Any, ...]]()
     monkeypatch.setattr(plans, "choose_plan", lambda *shape: tried.append(shape) or choose_plan(*shape))
-    found = different_plans(*sizes, device)
+    found = different_plans(*sizes, device=device)
     assert {kernels_of(plan) for plan in found} == wanted
     assert len(found) == len(wanted)
     if most_requests >= 256:
