@@ -35,8 +35,8 @@ from honed.attach.trees.runner_v2 import TreesV2
 from honed.attach.trees.slots import block_tokens_of
 
 logger = logging.getLogger("honed.attach")
-ROW_IDS_BYTES = 32
-"""Bytes of a captured row beside its features: its number, token and position, and padding."""
+ROW_IDS_BYTES = 36
+"""Bytes of a captured row beside its features: its number, token, position and the token after it, and padding."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -74,6 +74,7 @@ class _WorkerSide:
                 None if norm is None else lambda: (norm.weight.data, norm.variance_epsilon),
                 kind,
                 bytes.fromhex(settings["secret"]),
+                self.runner.top_tokens,
             )
             self.runner.looks_first = norm is None or kind == "layers"
             most_rows = worker.vllm_config.scheduler_config.max_num_batched_tokens
@@ -189,12 +190,13 @@ class HonedWorkerExtension:
         Called last: the trees' part of a draft pass lies around the capture's, which sees the rows of chains.
         """
         runner = self.model_runner  # type: ignore[attr-defined]
-        note = self._honed_errors.note
+        note, side = self._honed_errors.note, self._honed_side
+        tell = side.runner.top_tokens.reorder if side is not None else lambda order: None
         try:
             if runner.vllm_config.use_v2_model_runner:
-                self._honed_trees = TreesV2(runner, note, may_have_graphs)
+                self._honed_trees = TreesV2(runner, note, tell, may_have_graphs)
             else:
-                self._honed_trees = TreesV1(runner, block_tokens_of(runner.speculative_config), note)
+                self._honed_trees = TreesV1(runner, block_tokens_of(runner.speculative_config), note, tell)
             self._honed_trees.wrap()
             return "", padded_to_with_trees(runner)
         except (TypeError, AttributeError) as error:

@@ -23,9 +23,10 @@ Whoever erases the ring writes a new random `generation`. The CRC leaves it out,
 it. Half of a new generation differs from the last one too.
 
 Payload of a ROWS record: labels (see `pack_rows_head`), then `num_rows` committed rows of one request, at positions
-`first_position`, `first_position + 1`, … in this order: token ids int32 [n], padding to 8 bytes, features
-[n, feature_size] of the ring's dtype. Row i holds the token *at* its position and the features that the target computed
-*for* that position (with all tokens up to and including it).
+`first_position`, `first_position + 1`, … in this order: token ids int32 [n], the target's most likely tokens int32 [n],
+features [n, feature_size] of the ring's dtype. Row i holds the token *at* its position and the features that the target
+computed *for* that position (with all tokens up to and including it). The target's most likely token is that of the *next*
+position, where the next one was drawn at random from the target's own distribution; −1 elsewhere.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAGIC = 0x484F4E45_52494E47  # "HONERING"
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 HEADER_BYTES = 4096
 MAX_CAPACITY_BYTES = 1 << 36
 MAX_FEATURE_SIZE = 1 << 18
@@ -56,8 +57,6 @@ FLAG_GAP = 2
 """Rows before these are missing (prefix cache hit, sampled late): a reader starts a new sequence here."""
 FLAG_REJECTED = 4
 """Drafts of this verify round were rejected: the token after these rows is the target's instead of a draft."""
-FLAG_SAMPLED = 8
-"""The request's tokens are drawn from the target's own distribution: the emitted one need not be the most likely."""
 
 FEATURE_DTYPES = {1: "float32", 2: "float16", 3: "bfloat16"}
 ROW_FORMATS = {1: "<f4", 2: "<f2", 3: "<u2"}

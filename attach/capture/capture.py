@@ -37,6 +37,7 @@ from honed.attach.events.labels import read_labels
 from honed.attach.events.request_book import key_of
 from honed.attach.events.steering import is_steered
 from honed.attach.runner.runner import StepView
+from honed.attach.runner.top_tokens import TopTokens
 from honed.attach.swap.staging import use_device
 from honed.kernels.capture.context_features import context_features
 
@@ -56,6 +57,7 @@ class Capturer:
         norm: () -> (weight [H], eps) of a DFlash drafter's `hidden_norm`; None for a drafter whose fused rows aren't normed.
         feature_kind: "fused" or "layers".
         secret: key of this boot's request keys; request ids themselves never reach the ring.
+        top_tokens: asked for those of steps in which a sampled answer is captured.
     """
 
     def __init__(
@@ -64,8 +66,9 @@ class Capturer:
         norm: Callable[[], tuple[torch.Tensor, float]] | None,
         feature_kind: str,
         secret: bytes,
+        top_tokens: TopTokens,
     ) -> None:
-        self._norm = norm
+        self._norm, self._top_tokens = norm, top_tokens
         self._kind = feature_kind
         self._secret = secret
         self.writer = RowWriter(make_ring)
@@ -146,6 +149,8 @@ class Capturer:
         if self.share > 0.0 and self.is_ready:
             for new in scheduler_output.scheduled_new_reqs:
                 self._consider(new)
+        known, scheduled = self._requests, scheduler_output.num_scheduled_tokens
+        self._top_tokens.begin(any(known[name].is_sampled for name in scheduled if name in known) if known else False)
         self._commit()
 
     def _consider(self, new: Any) -> None:
@@ -207,6 +212,7 @@ class Capturer:
                 view.token_ids.index_select(0, index),
                 view.positions.index_select(0, index),
                 view.num_rejected.index_select(0, batch) if view.num_rejected is not None else None,
+                view.top_tokens.index_select(0, index) if view.top_tokens is not None else None,
                 slot,
             )
         finally:
@@ -237,6 +243,7 @@ class Capturer:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         num_rejected: torch.Tensor | None,
+        likely: torch.Tensor | None,
         ids_slot: Slot | None = None,
     ) -> CapturedRows | None:
         """Begin to copy the rows; None: there is no pinned memory for them.
@@ -246,8 +253,8 @@ class Capturer:
         """
         version = self._drafter_version
         if self._arena is None or ids_slot is None:
-            return CapturedRows(requests, counts, features, token_ids, positions, num_rejected, None, version)
-        tensors = [features, token_ids, positions] + ([num_rejected] if num_rejected is not None else [])
+            return CapturedRows(requests, counts, features, token_ids, positions, num_rejected, None, version, likely)
+        tensors = [each for each in (features, token_ids, positions, num_rejected, likely) if each is not None]
         slot = self._arena.take([tensor.nbytes for tensor in tensors])
         if slot is None:
             self.writer.skip(len(features))
@@ -262,14 +269,15 @@ class Capturer:
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
         rejected = host[3] if num_rejected is not None else None
-        return CapturedRows(requests, counts, host[0], host[1], host[2], rejected, arrived, version, (slot, ids_slot))
+        held, tops = (slot, ids_slot), host[-1] if likely is not None else None
+        return CapturedRows(requests, counts, host[0], host[1], host[2], rejected, arrived, version, tops, held)
 
     def _nothing(self, slot: Slot) -> CapturedRows:
         """Stands for rows that aren't captured, until the main stream has read the slot."""
         read = torch.cuda.Event()  # type: ignore[no-untyped-call]
         read.record()
         none = torch.empty(0, 0)
-        return CapturedRows([], [], none, none, none, None, read, self._drafter_version, (slot,))
+        return CapturedRows([], [], none, none, none, None, read, self._drafter_version, held=(slot,))
 
     def _commit(self) -> None:
         """Write what has arrived."""

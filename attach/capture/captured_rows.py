@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, FLAG_SAMPLED, finite_rows, runs_of
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, finite_rows, runs_of
 from honed.attach.capture.pinned_arena import Slot
 from honed.attach.capture.ring_writer import RingWriter
 
@@ -37,7 +37,7 @@ class CapturedRequest:
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end the answer."""
     is_sampled: bool = False
-    """Whether its tokens are drawn from the target's own distribution."""
+    """Whether its tokens are drawn at random from the target's own distribution."""
     next_position: int = 0
     """Used by the writer only, as what follows."""
     is_over: bool = False
@@ -66,6 +66,7 @@ class CapturedRows:
     arrived: Any  # torch.cuda.Event | None
     drafter_version: str
     """Version of the weights that computed the features."""
+    likely: torch.Tensor | None = None  # [N] int32, the target's most likely token after each row; −1: not known
     held: tuple[Slot, ...] = ()
     """Pinned memory of a step, theirs and what it copied to the device."""
 
@@ -206,6 +207,7 @@ class RowWriter:
                 self._is_refused = True
                 raise
         token_ids = rows.token_ids.numpy().astype(np.int32)
+        likely = None if rows.likely is None else rows.likely.numpy()
         positions = rows.positions.numpy()
         rejected = rows.num_rejected.tolist() if rows.num_rejected is not None else [0] * len(rows.counts)
         is_finite = finite_rows(features)
@@ -221,7 +223,8 @@ class RowWriter:
             for run in runs:
                 flags = FLAG_REJECTED if is_rejected and run.stop == end else 0
                 try:
-                    self._write_request(request, rows.drafter_version, token_ids[run], positions[run], features[run], flags)
+                    given = request, rows.drafter_version, token_ids[run], positions[run], features[run]
+                    self._write_request(*given, flags, None if likely is None or not request.is_sampled else likely[run])
                 except (ValueError, OSError) as error:
                     self.skip(run.stop - run.start)
                     refused = error
@@ -236,13 +239,13 @@ class RowWriter:
         positions: npt.NDArray[np.int64],  # [n]
         features: npt.NDArray[Any],  # [n, F]
         flags: int,
+        likely: npt.NDArray[np.int32] | None,  # [n]
     ) -> None:
         count = len(token_ids)
         first = int(positions[0])
         if int(positions[-1]) - first != count - 1:
             raise ValueError(f"rows {first}…{int(positions[-1])} of a request are not consecutive ({count} rows): not captured")
         flags |= FLAG_PREFILL if first < request.prompt_tokens else 0
-        flags |= FLAG_SAMPLED if request.is_sampled else 0
         if first != request.next_position:
             flags |= FLAG_GAP
         assert self._ring is not None
@@ -255,6 +258,7 @@ class RowWriter:
             features,
             flags,
             request.session,
+            likely,
         )
         request.next_position = first + count  # only now: rows that couldn't be written leave a gap
         self.num_rows += count

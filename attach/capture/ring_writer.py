@@ -38,8 +38,6 @@ from honed.adapt.protocol.sample_ring import (
 )
 from honed.attach.engine.busy_flag import make_folder
 
-_PADDING = bytes(8)
-
 
 class RingWriter:
     """One ring file, made anew; a file of an earlier process at the same path is replaced, never written to."""
@@ -68,8 +66,8 @@ class RingWriter:
         self._dtype: np.dtype[Any] = np.dtype(ROW_FORMATS[dtype_code])
         self._feature_size = feature_size
         self._capacity = capacity_bytes & ~7
-        row_bytes = feature_size * self._dtype.itemsize + 4
-        self._max_rows = (max_record_bytes(self._capacity) - RECORD_BYTES - MAX_HEAD_BYTES - 16) // row_bytes
+        row_bytes = feature_size * self._dtype.itemsize + 8
+        self._max_rows = (max_record_bytes(self._capacity) - RECORD_BYTES - MAX_HEAD_BYTES - 8) // row_bytes
         if self._max_rows < 1:
             raise ValueError(f"a sample ring of {capacity_bytes} bytes is too small for rows of {row_bytes} bytes")
         if self._capacity > MAX_CAPACITY_BYTES or feature_size > MAX_FEATURE_SIZE:
@@ -93,6 +91,7 @@ class RingWriter:
         features: NDArray[np.generic],  # [n, F]; bfloat16 as uint16
         flags: int = 0,
         session: str = "",
+        likely: NDArray[np.int32] | None = None,  # [n]; None: −1
     ) -> None:
         """Append committed rows of one request; a long stretch becomes several records.
 
@@ -107,12 +106,13 @@ class RingWriter:
                 f"({num_rows}, {self._feature_size})"
             )
         head = pack_rows_head(request, workload, drafter_version, session)
+        likely = np.full(num_rows, -1, np.int32) if likely is None else likely
         for start in range(0, num_rows, self._max_rows):
             chunk = slice(start, min(start + self._max_rows, num_rows))
-            ids = np.ascontiguousarray(token_ids[chunk], "<i4")
-            parts = [head, ids, _PADDING[: -ids.nbytes % 8], np.ascontiguousarray(features[chunk])]
+            ids = np.concatenate((token_ids[chunk], likely[chunk]), dtype="<i4")
             chunk_flags = flags if start == 0 else flags & ~FLAG_GAP
-            self._append(KIND_ROWS, parts, len(head), chunk_flags, len(ids), first_position + start)
+            parts = [head, ids, np.ascontiguousarray(features[chunk])]
+            self._append(KIND_ROWS, parts, len(head), chunk_flags, len(ids) // 2, first_position + start)
 
     def write_end(self, request: str, workload: str) -> None:
         """Record that a request is over: its rows are complete. Raises OSError, as `write_rows`."""

@@ -374,7 +374,13 @@ CAPTURE: tuple[Clause, ...] = (
         ("target_token_ids", "target_positions", "target_hidden_states", "common_attn_metadata", "num_rejected_tokens_gpu"),
     ),
     Attributes(_PROPOSER, "DFlashProposer", ("_dflash_hidden_states",)),
-    Attributes("v1/attention/backend.py", "CommonAttentionMetadata", ("query_start_loc_cpu",)),
+    Attributes("v1/attention/backend.py", "CommonAttentionMetadata", ("query_start_loc", "query_start_loc_cpu")),
+    # The target's most likely tokens, before its sampler changes the logits (top_tokens.py).
+    Method(_V1, "GPUModelRunner", "_sample", first=("logits", "spec_decode_metadata"), calls=("sampler", "rejection_sampler")),
+    Method(_V1, "GPUModelRunner", "sample_tokens", calls=("_sample", "propose_draft_token_ids")),
+    Attributes("v1/spec_decode/metadata.py", "SpecDecodeMetadata", ("logits_indices",)),
+    Method(_V2, "GPUModelRunner", "sample", first=("hidden_states", "input_batch"), calls=("compute_logits", "sampler")),
+    Method(_V2, "GPUModelRunner", "sample_tokens", calls=("sample", "propose")),
     *(
         Method(
             file,
@@ -399,7 +405,7 @@ CAPTURE: tuple[Clause, ...] = (
     Attributes(
         "v1/worker/gpu/input_batch.py",
         "InputBatch",
-        ("req_ids", "num_reqs", "num_tokens", "query_start_loc_np", "input_ids", "positions"),
+        ("req_ids", "num_reqs", "num_tokens", "query_start_loc_np", "input_ids", "positions", "logits_indices"),
     ),
     Attributes(_DFLASH, "DFlashQwen3Model", ("hidden_norm",)),
     Attributes("model_executor/layers/layernorm.py", "RMSNorm", ("weight", "variance_epsilon")),

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from honed.adapt.models.drafter_tensor_names import METHODS
+from honed.attach.runner.top_tokens import TopTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class StepView:
     aux: torch.Tensor | list[torch.Tensor] | None  # [T, A], whole or as layers to concatenate; MTP: the target's last states
     fuse: Callable[[torch.Tensor], torch.Tensor]  # [N, A] -> [N, H]: the drafter's `fc`; MTP: no change
     num_rejected: torch.Tensor | None  # [R] rows at a request's end that hold rejected drafts; None: there are none
+    top_tokens: torch.Tensor | None = None  # [T] int32: see `TopTokens.take`
 
 
 OnStep = Callable[[StepView], None]
@@ -52,6 +54,7 @@ class Runner(ABC):
 
     def __init__(self, model_runner: Any) -> None:
         self._runner = model_runner
+        self.top_tokens = TopTokens()
         self.num_steps = 0
         """Steps begun since `count_steps`: the same number on every rank between the same two steps."""
         self.looks_first = False
@@ -90,6 +93,10 @@ class Runner(ABC):
         return aux if combine is None else combine(aux)
 
     @abstractmethod
+    def watch_logits(self, on_error: Callable[[str], None]) -> None:
+        """Show `top_tokens` each step's logits, from now on and before vLLM's sampler changes them."""
+
+    @abstractmethod
     def view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepView | None:
         """The arguments of `propose`, before it runs, since it may change them; None for a dummy step."""
 
@@ -99,6 +106,7 @@ class Runner(ABC):
         Both run inside vLLM's step: they must not synchronise with the device. Their exceptions go to `on_error`.
         """
         execute, propose, runner = self._runner.execute_model, self.drafter.propose, self
+        self.watch_logits(on_error)
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             try:
@@ -135,18 +143,34 @@ class RunnerV1(Runner):
     """`gpu_model_runner.GPUModelRunner` and its CPU subclass."""
 
     name = "v1"
+    _logits_rows: torch.Tensor | None = None
+    """Rows that the last step's logits were of; None: the last one of each request."""
 
     @property
     def drafter(self) -> Any:
         return self._runner.drafter
 
+    def watch_logits(self, on_error: Callable[[str], None]) -> None:
+        sample = self._runner._sample
+
+        def _sample(logits: Any, spec_decode_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                self.top_tokens.look(logits)
+                self._logits_rows = None if spec_decode_metadata is None else spec_decode_metadata.logits_indices
+            except Exception:
+                on_error("top tokens")
+            return sample(logits, spec_decode_metadata, *args, **kwargs)
+
+        self._runner._sample = _sample
+
     def view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepView | None:
         positions = kwargs["target_positions"]
         if positions.dim() > 1:  # M-RoPE: for text all dimensions are the same
             positions = positions[0]
-        starts = kwargs["common_attn_metadata"].query_start_loc_cpu.numpy().astype(np.int64)
+        metadata = kwargs["common_attn_metadata"]
+        starts = metadata.query_start_loc_cpu.numpy().astype(np.int64)
         aux: torch.Tensor = kwargs["target_hidden_states"]
-
+        rows = self._logits_rows if self._logits_rows is not None else metadata.query_start_loc[1:] - 1
         return StepView(
             req_ids=self._runner.input_batch.req_ids[: len(starts) - 1],
             row_starts=starts,
@@ -156,6 +180,7 @@ class RunnerV1(Runner):
             aux=aux,
             fuse=self.fuse,
             num_rejected=kwargs["num_rejected_tokens_gpu"],
+            top_tokens=self.top_tokens.take(rows, len(kwargs["target_token_ids"])),
         )
 
 
@@ -177,6 +202,19 @@ class RunnerV2(Runner):
     def drafter(self) -> Any:
         return self._runner.speculator
 
+    def watch_logits(self, on_error: Callable[[str], None]) -> None:
+        model, compute = self._runner.model, self._runner.model.compute_logits
+
+        def compute_logits(*args: Any, **kwargs: Any) -> Any:
+            logits = compute(*args, **kwargs)
+            try:
+                self.top_tokens.look(logits)
+            except Exception:
+                on_error("top tokens")
+            return logits
+
+        model.compute_logits = compute_logits
+
     def view(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepView | None:
         if kwargs.get("dummy_run"):
             return None
@@ -191,6 +229,7 @@ class RunnerV2(Runner):
             aux=given["aux_hidden_states"] or given["last_hidden_states"][: batch.num_tokens],
             fuse=self.fuse,
             num_rejected=given["num_rejected"][: batch.num_reqs],
+            top_tokens=self.top_tokens.take(batch.logits_indices, batch.num_tokens),
         )
 
 

@@ -58,13 +58,20 @@ class TreesV1:
         model_runner: vLLM's.
         block_tokens: D, tokens that the drafter was made to draft.
         on_error: called in the place of every exception here.
+        on_order: told that row i of the drafter's inputs is row `order[i]` of the target's pass, in steps where rows move.
 
     Raises:
         TypeError: this engine can't verify trees; the text says why.
     """
 
-    def __init__(self, model_runner: Any, block_tokens: int, on_error: Callable[[str], None]) -> None:
-        self._runner, self._on_error = model_runner, on_error
+    def __init__(
+        self,
+        model_runner: Any,
+        block_tokens: int,
+        on_error: Callable[[str], None],
+        on_order: Callable[[torch.Tensor], None],
+    ) -> None:
+        self._runner, self._on_error, self._on_order = model_runner, on_error, on_order
         self._is_ahead: bool = model_runner.use_async_scheduling
         self.depth = min(block_tokens, model_runner.num_spec_tokens, MAX_DEPTHS)
         if reason := _misfit(model_runner):
@@ -293,6 +300,7 @@ class TreesV1:
         step, walked = self._walked
         hidden, tokens = given["target_hidden_states"], given["target_token_ids"]
         order = order_of_rows(step, walked, len(tokens))
+        self._on_order(order)
         return {"target_hidden_states": hidden[order], "target_token_ids": tokens[order]}
 
     def _grow(self, padded: torch.Tensor, sampling_metadata: Any) -> None:  # [R, most nodes of a tree]

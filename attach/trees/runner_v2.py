@@ -147,14 +147,21 @@ class TreesV2:
     Args:
         model_runner: vLLM's.
         on_error: called in the place of every exception here.
+        on_order: told that row i of the drafter's inputs is row `order[i]` of the target's pass, in steps where rows move.
         may_have_graphs: also where vLLM captured CUDA graphs.
 
     Raises:
         TypeError: this engine can't verify trees; the text says why.
     """
 
-    def __init__(self, model_runner: Any, on_error: Callable[[str], None], may_have_graphs: bool = False) -> None:
-        self._runner, self._on_error = model_runner, on_error
+    def __init__(
+        self,
+        model_runner: Any,
+        on_error: Callable[[str], None],
+        on_order: Callable[[torch.Tensor], None],
+        may_have_graphs: bool = False,
+    ) -> None:
+        self._runner, self._on_error, self._on_order = model_runner, on_error, on_order
         speculator = model_runner.speculator
         if (found := getattr(speculator, _CANDIDATES, None)) is not None:
             found.is_wanted = False
@@ -414,6 +421,7 @@ class TreesV2:
         assert self._walked is not None
         step, walked = self._walked
         order = order_of_rows(step, walked, len(batch.input_ids))
+        self._on_order(order)
         permuted = dataclasses.replace(batch, input_ids=batch.input_ids[order])
         aux = [layer[order[: len(layer)]] for layer in aux] if aux else aux
         return (permuted, metadata, slots, last[order[: len(last)]] if not aux else last, aux, *others)

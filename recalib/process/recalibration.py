@@ -270,7 +270,8 @@ class Recalibration:
                 return "answers with another drafter's features"
             if stretch.num_judged < 2:
                 return "answers of one token"
-            return "answers with tokens outside the vocabulary" if stretch.token_ids.max(initial=0) >= vocab_size else ""
+            highest = max(ids.max(initial=0) for ids in (stretch.token_ids, stretch.likely) if ids is not None)
+            return "answers with tokens outside the vocabulary" if highest >= vocab_size else ""
 
         return why
 

@@ -73,6 +73,7 @@ class RingRecord:
     drafter_version: str
     first_position: int
     token_ids: NDArray[np.int32]  # [n]
+    likely: NDArray[np.int32]  # [n] the target's most likely token after each; −1: not known, or the one that it emitted
     features: NDArray[Any]  # [n, F]; bfloat16 as uint16
     is_old: bool = False
     """It was in the ring before the reader opened it."""
@@ -396,6 +397,7 @@ def _part(record: RingRecord, rows: slice) -> RingRecord:
         flags=record.flags if is_last else record.flags & ~FLAG_REJECTED,
         first_position=record.first_position + rows.start,
         token_ids=record.token_ids[rows],
+        likely=record.likely[rows],
         features=record.features[rows],
     )
 
@@ -406,15 +408,14 @@ def _decode(record: RecordHeader, payload: bytes, ring: RingHeader) -> RingRecor
         raise ValueError(f"unknown kind of record {record.kind}")
     num_rows = record.num_rows if record.kind == KIND_ROWS else 0
     row_dtype: np.dtype[Any] = np.dtype(ROW_FORMATS[ring.feature_dtype])
-    ids_bytes = 4 * num_rows
-    start = record.head_bytes + ids_bytes + -ids_bytes % 8
+    start = record.head_bytes + 8 * num_rows
     if start + num_rows * ring.feature_size * row_dtype.itemsize != len(payload) or record.head_bytes > MAX_HEAD_BYTES:
         raise ValueError(f"record of {num_rows} rows has {len(payload)} bytes")
     if not 0 <= record.first_position <= _MAX_POSITION:
         raise ValueError(f"record begins at position {record.first_position}")
     head = payload[: record.head_bytes]
     request, workload, drafter_version = unpack_rows_head(head)
-    token_ids = np.frombuffer(payload, "<i4", num_rows, record.head_bytes)
+    token_ids, likely = np.frombuffer(payload, "<i4", 2 * num_rows, record.head_bytes).reshape(2, num_rows)
     if token_ids.min(initial=0) < 0:
         raise ValueError("record has token ids below zero")
     return RingRecord(
@@ -426,6 +427,7 @@ def _decode(record: RecordHeader, payload: bytes, ring: RingHeader) -> RingRecor
         drafter_version=drafter_version,
         first_position=record.first_position,
         token_ids=token_ids,
+        likely=likely,
         features=np.frombuffer(payload, row_dtype, offset=start).reshape(num_rows, ring.feature_size)
         if num_rows
         else np.zeros((0, ring.feature_size), row_dtype),

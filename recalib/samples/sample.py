@@ -19,7 +19,7 @@ class TrainingSample:
     and `hidden_norm`) or, with `is_fused = False`, the target's concatenated auxiliary hidden states. `break_positions` are
     absolute positions of tokens that the target emitted in place of a rejected draft token. `target_hidden` is the target's
     last hidden state *after* its final norm, so `target_hidden @ lm_head.T` are its logits. `likely[i]` is its most likely
-    token after row i, in rows that it emitted. It is learned in place of the emitted one, which was drawn at random.
+    token after row i. It is learned in place of the emitted one, which was drawn at random. It is −1 where it isn't known.
     """
 
     features: Tensor  # [T, H] or [T, A]
@@ -93,11 +93,12 @@ def pack(samples: list[TrainingSample]) -> PackedSamples:
         segments=torch.cat([torch.full((sample.num_tokens,), i) for i, sample in enumerate(samples)]),
         is_emitted=torch.cat([torch.arange(sample.num_tokens) >= sample.num_prompt_tokens for sample in samples]),
         is_fused=samples[0].is_fused,
-        goals=torch.cat([_next_tokens(sample) if sample.likely is None else sample.likely for sample in samples]),
+        goals=torch.cat([_goals(sample) for sample in samples]),
         target_hidden=torch.cat(hidden) if len(hidden) == len(samples) else None,
     )
 
 
-def _next_tokens(sample: TrainingSample) -> Tensor:  # [T]
-    """The token after each row; the last one after itself."""
-    return torch.cat((sample.token_ids[1:], sample.token_ids[-1:]))
+def _goals(sample: TrainingSample) -> Tensor:  # [T]
+    """The target's most likely token after each row, or else the emitted one; the last one after itself."""
+    emitted = torch.cat((sample.token_ids[1:], sample.token_ids[-1:]))
+    return emitted if sample.likely is None else torch.where(sample.likely < 0, emitted, sample.likely)

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, FLAG_SAMPLED, KIND_END
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, KIND_END
 from honed.recalib.samples.ring_reader import RingRecord
 from honed.recalib.samples.stretch import Stretch
 
@@ -48,7 +48,7 @@ class _Open:
     drafter_version: str
     first: int
     came_s: tuple[float, float]
-    token_ids: list[NDArray[np.int32]] = field(default_factory=list)
+    ids: list[NDArray[np.int32]] = field(default_factory=list)  # [n, 2]: tokens, and what `RingRecord.likely` tells
     features: list[NDArray[Any]] = field(default_factory=list)
     num_rows: int = 0
     row_bytes: int = 0
@@ -57,7 +57,6 @@ class _Open:
     seen_s: float = 0.0
     is_rejected: bool = False
     """The next token is the target's, in place of a rejected draft token."""
-    is_sampled: bool = False
     context: str = ""
 
     @property
@@ -69,12 +68,12 @@ class _Open:
         return self.num_rows * self.row_bytes
 
     def held_ids(self, first: int, count: int) -> NDArray[np.int32]:
-        self.token_ids = [np.concatenate(self.token_ids)]
-        return self.token_ids[0][first - self.first :][:count]
+        self.ids = [np.concatenate(self.ids)]
+        return self.ids[0][first - self.first :, 0][:count]
 
     def cut_at(self, position: int) -> None:
         self.num_rows = position - self.first
-        self.token_ids = [np.concatenate(self.token_ids)[: self.num_rows]]
+        self.ids = [np.concatenate(self.ids)[: self.num_rows]]
         self.features = [np.concatenate(self.features)[: self.num_rows]]
         self.num_prompt_tokens = min(self.num_prompt_tokens, self.num_rows)
         self.breaks = [p for p in self.breaks if p < position]
@@ -82,7 +81,7 @@ class _Open:
 
     def drop_first(self, num_rows: int) -> None:
         """Drop the first rows, which are a prompt's."""
-        self.token_ids = [np.concatenate(self.token_ids)[num_rows:]]
+        self.ids = [np.concatenate(self.ids)[num_rows:]]
         self.features = [np.concatenate(self.features)[num_rows:].copy()]
         self.first += num_rows
         self.num_rows -= num_rows
@@ -94,32 +93,33 @@ class _Open:
         self.num_prompt_tokens, self.breaks = self.num_rows, []
 
     def append(self, record: RingRecord, skip: int) -> None:
-        ids, features = record.token_ids[skip:], record.features[skip:]
+        ids = np.stack((record.token_ids[skip:], record.likely[skip:]), axis=1)
+        features = record.features[skip:]
         is_prompt = record.flags & FLAG_PREFILL and self.num_prompt_tokens == self.num_rows
         if self.is_rejected and skip == 0:
             self.breaks.append(record.first_position)
         self.is_rejected = bool(record.flags & FLAG_REJECTED)
-        self.is_sampled = bool(record.flags & FLAG_SAMPLED)
-        self.token_ids.append(ids)
+        self.ids.append(ids)
         self.features.append(features)
-        self.row_bytes = features.shape[1] * features.itemsize + 4
+        self.row_bytes = features.shape[1] * features.itemsize + 8
         self.num_rows += len(ids)
         self.num_prompt_tokens += len(ids) if is_prompt else 0
 
     def close(self) -> Stretch:
+        token_ids, likely = np.ascontiguousarray(np.concatenate(self.ids).T)
         return Stretch(
             session=self.session,
             workload=self.workload,
             drafter_version=self.drafter_version,
             first_position=self.first,
-            token_ids=np.concatenate(self.token_ids),
+            token_ids=token_ids,
             features=np.concatenate(self.features),
             num_prompt_tokens=self.num_prompt_tokens,
             breaks=tuple(self.breaks),
             earliest_s=self.came_s[0],
             taken_s=self.came_s[1],
             context=self.context,
-            is_sampled=self.is_sampled,
+            likely=likely if likely.max() >= 0 else None,
         )
 
 

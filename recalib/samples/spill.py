@@ -1,6 +1,6 @@
 """Samples on disk that don't fit in memory: only if the operator allows it, for a limited time, and deleted by a purge.
 
-    FOLDER/KIND/<time>-<random>.safetensors      one stretch a file: token ids, features, and labels in the header
+    FOLDER/KIND/<time>-<random>.safetensors      one stretch a file: ids, features, and labels in the header
 
 KIND is the width, type and kind of the features, and what tells their target. Rows of different kinds can't be trained on
 together, so other kinds are removed. Token ids stay in memory; features are read when a stretch is drawn. Only their owner can
@@ -34,7 +34,7 @@ log = structlog.get_logger("honed.trainer")
 Key = tuple[str, bool]
 """Workload, and whether it is held out."""
 _NO_FEATURES = np.zeros((0, 0), np.uint8)
-_LABELS = tuple(field.name for field in fields(Stretch) if field.name not in ("token_ids", "features"))
+_LABELS = tuple(field.name for field in fields(Stretch) if field.name not in ("token_ids", "likely", "features"))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -125,7 +125,8 @@ class Spill:
         labels = {name: getattr(stretch, name) for name in _LABELS}
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            tensors = {"token_ids": np.ascontiguousarray(stretch.token_ids), "features": np.ascontiguousarray(stretch.features)}
+            named = (("token_ids", stretch.token_ids), ("likely", stretch.likely), ("features", stretch.features))
+            tensors = {name: np.ascontiguousarray(rows) for name, rows in named if rows is not None}
             part = path.with_suffix(".part")
             save_file(tensors, part, {"labels": json.dumps(labels)})
             part.chmod(0o600)
@@ -203,6 +204,9 @@ def _open(path: Path) -> SpilledStretch:
         labels = json.loads((file.metadata() or {})["labels"])
         labels["breaks"] = tuple(labels["breaks"])
         token_ids = file.get_tensor("token_ids")
-        if file.get_slice("features").get_shape()[0] != len(token_ids):
+        likely = file.get_tensor("likely") if "likely" in file.keys() else None  # noqa: SIM118
+        num_rows = {len(token_ids if likely is None else likely), file.get_slice("features").get_shape()[0]}
+        if num_rows != {len(token_ids)}:
             raise ValueError(f"{path} has rows for other tokens")
-    return SpilledStretch(token_ids=token_ids, features=_NO_FEATURES, path=path, **{name: labels[name] for name in _LABELS})
+    given = {name: labels[name] for name in _LABELS}
+    return SpilledStretch(token_ids=token_ids, likely=likely, features=_NO_FEATURES, path=path, **given)

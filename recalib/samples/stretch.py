@@ -31,8 +31,8 @@ class Stretch:
     """Unix time before which it hadn't. The two are equal unless it was in the ring before the trainer was."""
     context: str = ""
     """What made its features (`contexts_of`); the version's name if that was unknown when it came."""
-    is_sampled: bool = False
-    """Whether its tokens were drawn from the target's own distribution."""
+    likely: NDArray[np.int32] | None = None  # [T]
+    """The target's most likely token after each row; −1 where that isn't known, or is the emitted one; None: everywhere."""
 
     @property
     def num_rows(self) -> int:
@@ -47,7 +47,7 @@ class Stretch:
     @property
     def num_bytes(self) -> int:
         """Memory that it holds."""
-        return int(self.token_ids.nbytes + self.features.nbytes)
+        return int(self.token_ids.nbytes + self.features.nbytes) + (0 if self.likely is None else self.likely.nbytes)
 
     def cut(self, rows: slice) -> Stretch:
         """Copy only these rows (step 1), so that the rest of the memory is freed."""
@@ -60,6 +60,7 @@ class Stretch:
             features=self.features[rows].copy(),
             num_prompt_tokens=min(max(self.num_prompt_tokens - rows.start, 0), rows.stop - rows.start),
             breaks=tuple(p for p in self.breaks if first <= p < end),
+            likely=None if self.likely is None else self.likely[rows].copy(),
         )
 
     def to_training_sample(self, is_fused: bool) -> TrainingSample:
@@ -74,6 +75,7 @@ class Stretch:
             break_positions=self.breaks,
             num_prompt_tokens=self.num_prompt_tokens,
             is_fused=is_fused,
+            likely=None if self.likely is None else torch.from_numpy(self.likely.astype(np.int64)),
         )
 
 

@@ -41,12 +41,12 @@ def block_goals(packed: PackedSamples, anchors: Tensor, num_draft_tokens: int) -
     return packed.goals[torch.minimum(rows, last - 1)]
 
 
-def reach(labels: Tensor, goals: Tensor) -> Tensor:  # 2 x [N, K] -> [N, K]
-    """Mark each position, 1 or 0: whether drafts that are all right so far would have led to the emitted text.
+def is_reached(labels: Tensor, goals: Tensor) -> Tensor:  # 2 x [N, K] -> [N, K]
+    """Mark each position: whether drafts that are all right so far would have led to the emitted text.
 
     Where the target drew another token than its most likely one, no draft after it counts: a server's round ends there.
     """
-    on_path = (labels == goals).float().cumprod(-1)
+    on_path = (labels == goals).cumprod(-1).bool()
     return torch.cat((torch.ones_like(on_path[:, :1]), on_path[:, :-1]), dim=1)
 
 

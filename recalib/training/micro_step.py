@@ -22,7 +22,7 @@ from honed.adapt.models.drafter_tensor_names import makes_context
 from honed.recalib.config.training import Loss, Scope, TrainingSettings
 from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.samples.sample import PackedSamples, TrainingSample, pack
-from honed.recalib.training.blocks import block_goals, block_labels, break_anchors, choose_anchors, eligible_anchors, reach
+from honed.recalib.training.blocks import block_goals, block_labels, break_anchors, choose_anchors, eligible_anchors, is_reached
 from honed.recalib.training.objective import Blocks, Objective
 from honed.recalib.training.pace import Pace, run_through
 from honed.recalib.training.precision import compute_dtype, computing
@@ -205,13 +205,14 @@ class MicroTrainer:
             raise ValueError("no sample has two emitted tokens after a context, so none holds a draft")
         rows = break_anchors(samples, k) if preferred is None else preferred
         anchors = choose_anchors(eligible, settings.anchors_per_micro_step, rows, settings.break_share, generator)
-        labels, has_label = block_labels(packed, anchors, k)
+        (labels, has_label), goals = block_labels(packed, anchors, k), block_goals(packed, anchors, k)
         is_kept = torch.tensor([*kept] or [False] * len(samples))[packed.segments[anchors]]  # [N]
+        has_label &= is_kept[:, None] | is_reached(labels, goals)
         num_tokens = int(has_label.sum())
-        chosen = (anchors, labels, block_goals(packed, anchors, k), has_label, is_kept)
+        chosen = (anchors, labels, goals, has_label, is_kept)
         anchors, labels, goals, has_label, is_kept = (tensor.to(self._device) for tensor in chosen)
         words = self.drafter.to_words(goals)
-        weights = self._objective.weights(is_kept, has_label, words, reach(labels, goals))
+        weights = self._objective.weights(is_kept, has_label, words)
         share = 1.0 / len(anchors)
         return Blocks(packed.to(self._device), anchors, labels, words, is_kept, has_label, weights, share), num_tokens
 

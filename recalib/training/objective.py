@@ -53,16 +53,15 @@ class Objective:
     def __init__(self, drafter: Drafter, parent: Drafter | None, settings: TrainingSettings) -> None:
         self._drafter, self._parent, self._settings = drafter, parent, settings
 
-    def weights(self, is_kept: Tensor, has_label: Tensor, words: Tensor, reach: Tensor) -> Tensor:  # [N], 3 x [N, K] -> [N, K]
+    def weights(self, is_kept: Tensor, has_label: Tensor, words: Tensor) -> Tensor:  # [N], 2 x [N, K] -> [N, K]
         """Each token's share of a micro-step's loss: it falls with the position.
 
-        It is zero beyond a sample's end, and in fresh blocks for tokens that the drafter can't draft.
-        Fresh blocks' tokens count by `reach` (`blocks.reach`).
+        It is zero where nothing is learned, and in fresh blocks for tokens that the drafter can't draft.
         Kept and fresh blocks share by their numbers, a kept block counting `keep_weight` times a fresh one.
         """
         settings = self._settings
         falling = losses.position_weights(has_label.shape[1], settings.decay_tokens).to(has_label.device) * has_label
-        falling *= torch.where(is_kept[:, None], 1.0, reach * (words >= 0))
+        falling *= is_kept[:, None] | (words >= 0)
         weights = torch.empty_like(falling)
         for group, weight in ((is_kept, settings.keep_weight), (~is_kept, 1.0)):
             weights[group] = weight * group.float().mean() * losses.shares(falling[group], (0, 1))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,11 +15,9 @@ from pathlib import Path
 import msgspec
 import structlog
 import torch
-from torch import Tensor
 
 from honed.adapt.protocol import wire
 from honed.adapt.protocol.wire import GateFigures
-from honed.kernels.training.block_loss import top_tokens
 from honed.recalib.config.engine_gpus import EngineGpus, reserve_on
 from honed.recalib.config.memory import MemoryBudgetError, check_fits, estimate_and_cures, in_words
 from honed.recalib.config.trainer import TrainerSettings
@@ -93,8 +90,6 @@ class TrainingRun:
         self._engines = engines
         self._waited_then_s = 0.0
         """What it had spent so when the training began."""
-        self._likely: weakref.WeakKeyDictionary[Stretch, Tensor] = weakref.WeakKeyDictionary()
-        """Of stretches that were sampled: the target's most likely token after each row that it emitted, [T] int32."""
         self._device = devices_of(settings.device, engines())[0]
         self._config = read_drafter_config(parent_dir, request.num_draft_tokens)
         target_head_names(request.target_path)  # not only when all samples are in
@@ -213,21 +208,6 @@ class TrainingRun:
         assert self._head is not None
         return replace(sample, target_hidden=self._head.last_hidden(sample.features, self._config))
 
-    def _to_learn(self, stretch: Stretch) -> TrainingSample:
-        """Convert to tensors, with the target's most likely tokens where it sampled and its last hidden state was captured."""
-        sample = self.sample(stretch)
-        if not stretch.is_sampled or not stretch.num_judged or sample.is_fused:
-            return sample
-        likely = self._likely.get(stretch)
-        if likely is None:
-            assert self._head is not None
-            hidden = self._head.last_hidden(sample.features[sample.num_prompt_tokens :], self._config)
-            if hidden is None:
-                return sample
-            head = self._head.lm_head
-            likely = self._likely[stretch] = top_tokens(hidden.to(head.device, head.dtype), head).to(torch.int32).cpu()
-        return replace(sample, likely=torch.cat((sample.token_ids[: sample.num_prompt_tokens], likely.long())))
-
     def pace(self) -> Pace:
         """Make the pace of units on the training's device. On a CPU units are whole, and the trainer yields within them.
 
@@ -280,7 +260,7 @@ class TrainingRun:
         """Do one micro-step in parts; time between them isn't training time."""
         request, progress = self._request, self._progress
         began_s = self._working_s()
-        samples = [self._to_learn(stretch) for stretch in mix.draw()]
+        samples = [self.sample(stretch) for stretch in mix.draw()]
         if not samples:
             raise OperationError("the samples are gone: they were purged, or another model was loaded")
         # Workloads that needn't gain must not lose: there the drafter is held to its parent.

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -174,14 +173,57 @@ def hidden_states(ids: list[int]) -> list[torch.Tensor]:
     return found
 
 
-def rows_of(records: list[Any], ids: list[int]) -> dict[int, np.ndarray[Any, Any]]:
+def check_likely(running: TestEngine, prompts: list[str], max_tokens: int, temperature: float = 1.0) -> int:
+    """What is captured as the target's most likely token after each emitted one is so; return how many others were emitted."""
+    from transformers import AutoModelForCausalLM
+
+    from honed.recalib.samples.ring_reader import RingReader
+
+    wait_until_compiled(running)
+    reader = RingReader(running.honed._settings.ring_path)
+    reader.poll(100_000)
+    running.rpc("honed_capture", 1.0, "v-test")
+    answers = running.generate(prompts, temperature=temperature, seed=7, max_tokens=max_tokens, ignore_eos=True)
+    running.generate(prompts[:1], temperature=0.0, max_tokens=1, extra=[{"honed_capture": 0}])  # on CUDA they come a step late
+    running.rpc("honed_capture", 0.0, "v-test")
+    wait_until_written(running)
+    records = reader.poll(100_000).records
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32, local_files_only=True)
+    tokenizer, num_others = running.llm.get_tokenizer(), 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        prompt_ids = tokenizer(prompt).input_ids
+        ids = prompt_ids + answer
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0]
+        likely = rows_of(records, ids, "likely")
+        assert {token for position, token in likely.items() if position < len(prompt_ids) - 1} <= {-1}
+        emitted = {position: token for position, token in likely.items() if position >= len(prompt_ids) - 1}
+        if not temperature:
+            assert set(emitted.values()) == {-1}, "the emitted ones are the most likely ones"
+            continue
+        for position, token in emitted.items():
+            assert token >= 0, f"row {position} has none"
+            short = float(logits[position].max() - logits[position, token])
+            assert short < (1e-1 if IS_CUDA else 1e-3), f"the token after row {position} isn't the most likely one by {short}"
+            num_others += position + 1 < len(ids) and ids[position + 1] != token
+    return num_others
+
+
+@pytest.mark.parametrize("num_drafts", [K, 0])
+def test_the_target_s_most_likely_tokens_are_captured_where_it_samples(attached: TestEngine, num_drafts: int) -> None:
+    set_policy(attached, static_k=num_drafts)
+    assert check_likely(attached, prompts(), MAX_TOKENS) > NUM_PROMPTS
+    assert check_likely(attached, prompts()[:1], MAX_TOKENS, temperature=0.0) == 0
+
+
+def rows_of(records: list[Any], ids: list[int], what: str = "features") -> dict[int, Any]:
     """Captured rows by position, of the one request whose tokens these are."""
     requests: dict[str, dict[int, tuple[int, Any]]] = {}
     for record in records:
         if getattr(record, "token_ids", None) is None:
             continue
         for i, token in enumerate(record.token_ids):
-            requests.setdefault(record.request, {})[record.first_position + i] = (int(token), record.features[i])
+            requests.setdefault(record.request, {})[record.first_position + i] = (int(token), getattr(record, what)[i])
     for rows in requests.values():
         # A request's last round may have accepted more than the request had room for.
         within = {position: row for position, row in rows.items() if position < len(ids)}

@@ -333,6 +333,14 @@ def test_what_is_captured_are_the_rows_of_the_text(trees: TestEngine, plain: lis
     check_capture(trees, plain, MAX_TOKENS)
 
 
+def test_the_target_s_most_likely_tokens_are_captured_from_the_rows_of_trees(trees: TestEngine) -> None:
+    from tests.e2e.test_runner_contract import check_likely
+
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    trees.scheduler.reset_prefix_cache()
+    assert check_likely(trees, PROMPTS[:4], MAX_TOKENS) > 4
+
+
 def check_capture(running: TestEngine, expected: list[list[int]], max_tokens: int, prompts: list[str] = PROMPTS) -> None:
     """Captured rows have the text's tokens and the target's hidden states, whatever rows of a tree they were computed in."""
     from honed.recalib.drafter.checkpoint import load_drafter

@@ -19,6 +19,7 @@ from tests.e2e.engine import DRAFTER, IS_CUDA, IS_SLOW, IS_V2, K, TestEngine, en
 from tests.e2e.failing import fail_sometimes
 from tests.e2e.logged import counted, rounds, set_policy, take_batches, without_tree
 from tests.e2e.swapping import wait_until_trees_may_grow, worker_of
+from tests.e2e.test_runner_contract import check_likely
 from tests.e2e.turns import check_turns, take_turns
 
 pytestmark = [
@@ -112,6 +113,11 @@ def test_greedy_tokens_and_events(trees: TestEngine, references: dict[str, Any])
         assert all(sum(b.rounds.chain_accepted) <= sum(b.rounds.num_accepted_tokens) for b in batches)
     assert trees.honed.errors.count == 0
     assert trees.core.model_executor.driver_worker.worker._honed_errors.count == 0
+
+
+def test_the_target_s_most_likely_tokens_are_captured_from_the_rows_of_trees(trees: TestEngine) -> None:
+    set_policy(trees, static_k=SLOTS, max_k=SLOTS)
+    assert check_likely(trees, PROMPTS, GREEDY["max_tokens"]) > 2
 
 
 def test_steps_with_chains_and_with_trees_take_turns(

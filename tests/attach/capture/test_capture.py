@@ -15,11 +15,12 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from honed.adapt.protocol.capture_limit import MOST_CAPTURED
-from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, FLAG_SAMPLED
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED
 from honed.attach.capture.capture import Capturer
 from honed.attach.capture.captured_rows import CapturedRows
 from honed.attach.capture.ring_writer import RingWriter
 from honed.attach.runner.runner import StepView
+from honed.attach.runner.top_tokens import TopTokens
 from honed.kernels.capture.reference import context_features
 
 H = 8
@@ -33,10 +34,19 @@ class Recorder:
         self.ended: list[str] = []
 
     def write_rows(
-        self, request: str, workload: str, version: str, first: int, tokens: Any, features: Any, flags: int, session: str
+        self,
+        request: str,
+        workload: str,
+        version: str,
+        first: int,
+        tokens: Any,
+        features: Any,
+        flags: int,
+        session: str,
+        likely: Any,
     ) -> None:
         row = {"request": request, "workload": workload, "version": version, "first": first, "tokens": tokens.tolist()}
-        self.rows.append(row | {"features": features, "flags": flags, "session": session})
+        self.rows.append(row | {"features": features, "flags": flags, "session": session, "likely": likely})
 
     def write_end(self, request: str, workload: str) -> None:
         self.ended.append(request)
@@ -49,7 +59,8 @@ def ring() -> Recorder:
 
 @pytest.fixture
 def capturer(ring: Recorder) -> Capturer:
-    made = Capturer(lambda size, dtype: ring, lambda: (torch.ones(H), 1e-6), "fused", b"key")  # type: ignore[arg-type, return-value]
+    norm = lambda: (torch.ones(H), 1e-6)  # noqa: E731
+    made = Capturer(lambda size, dtype: ring, norm, "fused", b"key", TopTokens())  # type: ignore[arg-type, return-value]
     made.set_share(1.0, "v1")
     return made
 
@@ -63,7 +74,8 @@ def schedule(new: dict[str, list[int]] | None = None, finished: tuple[str, ...] 
         SimpleNamespace(req_id=name, prompt_token_ids=tokens, sampling_params=params, mm_features=[])
         for name, tokens in (new or {}).items()
     ]
-    return SimpleNamespace(scheduled_new_reqs=requests, finished_req_ids=set(finished))
+    scheduled = {name: len(tokens) for name, tokens in (new or {}).items()}
+    return SimpleNamespace(scheduled_new_reqs=requests, finished_req_ids=set(finished), num_scheduled_tokens=scheduled)
 
 
 def view(requests: dict[str, list[tuple[int, int]]], rejected: list[int] | None = None, seed: int = 0) -> StepView:
@@ -118,16 +130,26 @@ def test_prompt_rows_are_marked(capturer: Capturer, ring: Recorder) -> None:
         ({"temperature": 0.7, "structured_outputs": StructuredOutputsParams(json="{}")}, False),
     ],
 )
-def test_rows_are_marked_if_the_emitted_token_need_not_be_the_likeliest(
+def test_the_target_s_most_likely_tokens_are_captured_where_it_samples(
     capturer: Capturer, ring: Recorder, given: dict[str, Any], is_sampled: bool
 ) -> None:
-    output = schedule({"x": [5, 6]})
+    output = schedule({"x": [5, 6], "greedy": [7]})
     output.scheduled_new_reqs[0].sampling_params = SamplingParams(**({"temperature": 0.0} | given))
+    output.scheduled_new_reqs[1].sampling_params = SamplingParams(temperature=0.0)
     capturer.on_schedule(output)
-    capturer.on_step(view({"x": [(0, 5), (1, 6)]}))
-    capturer.on_step(view({"x": [(2, 9)]}, rejected=[0]))
-    mark = FLAG_SAMPLED if is_sampled else 0
-    assert [r["flags"] for r in ring.rows] == [FLAG_PREFILL | mark, mark]
+    assert capturer._top_tokens.is_wanted == is_sampled
+    prompt = view({"x": [(0, 5), (1, 6)], "greedy": [(0, 7)]})
+    capturer.on_step(replace(prompt, top_tokens=torch.tensor([-1, 8, 3], dtype=torch.int32)))
+    output.num_scheduled_tokens, output.scheduled_new_reqs = {"greedy": 1}, []
+    capturer.on_schedule(output)
+    assert not capturer._top_tokens.is_wanted, "its own tokens are the most likely ones"
+    output.num_scheduled_tokens = {"x": 3}
+    capturer.on_schedule(output)
+    assert capturer._top_tokens.is_wanted == is_sampled
+    verified = view({"x": [(2, 9), (3, 1), (4, 2)]}, rejected=[1])
+    capturer.on_step(replace(verified, top_tokens=torch.tensor([1, 4, 5], dtype=torch.int32)))
+    found = [None if r["likely"] is None else r["likely"].tolist() for r in ring.rows]
+    assert found == ([[-1, 8], None, [1, 4]] if is_sampled else [None] * 3)
 
 
 def test_a_hole_is_marked(capturer: Capturer, ring: Recorder) -> None:
@@ -192,7 +214,7 @@ def test_without_a_label_equal_prompts_are_one_session(capturer: Capturer, ring:
 
 
 def test_rows_of_the_layers_kind_are_the_aux_states(ring: Recorder) -> None:
-    capturer = Capturer(lambda size, dtype: ring, lambda: (torch.ones(H), 1e-6), "layers", b"key")  # type: ignore[arg-type, return-value]
+    capturer = Capturer(lambda size, dtype: ring, lambda: (torch.ones(H), 1e-6), "layers", b"key", TopTokens())  # type: ignore[arg-type, return-value]
     capturer.set_share(1.0, "v1")
     capturer.on_schedule(schedule({"x": [5]}))
     plain = view({"x": [(0, 5)]})
@@ -204,7 +226,7 @@ def test_rows_of_the_layers_kind_are_the_aux_states(ring: Recorder) -> None:
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_what_a_drafter_has_overwritten_with_its_own_states_is_not_captured(ring: Recorder, is_whole: bool) -> None:
     """On V2 the first rows of its buffer hold its own output once it has drafted; the target's states are still there."""
-    capturer = Capturer(lambda size, dtype: ring, None, "fused", b"key")  # type: ignore[arg-type, return-value]
+    capturer = Capturer(lambda size, dtype: ring, None, "fused", b"key", TopTokens())  # type: ignore[arg-type, return-value]
     capturer.set_share(1.0, "v1")
     capturer.on_schedule(schedule({"x": [5, 6]}))
     layers = [torch.tensor([[1.0], [2.0]]), torch.tensor([[10.0], [20.0]])]
@@ -236,7 +258,7 @@ def test_where_no_ring_can_be_made_nothing_is_captured_for_a_while(monkeypatch: 
         tries.append(size)
         raise OSError("no space left on device")
 
-    made = Capturer(make, lambda: (torch.ones(H), 1e-6), "fused", b"key")
+    made = Capturer(make, lambda: (torch.ones(H), 1e-6), "fused", b"key", TopTokens())
     made.set_share(1.0, "v1")
     made.on_schedule(schedule({"r": [5], "s": [6]}))
     with pytest.raises(OSError, match="no space"):
@@ -261,7 +283,7 @@ def test_a_real_ring_takes_what_the_capturer_writes(tmp_path: Path) -> None:
         made.append(RingWriter(tmp_path / "ring", 1 << 20, size, dtype))
         return made[0]
 
-    capturer = Capturer(make, lambda: (torch.ones(H), 1e-6), "fused", b"key")
+    capturer = Capturer(make, lambda: (torch.ones(H), 1e-6), "fused", b"key", TopTokens())
     capturer.set_share(1.0, "v1")
     capturer.on_schedule(schedule({"x": [5, 6]}))
     capturer.on_step(view({"x": [(0, 5), (1, 6)]}))
@@ -344,7 +366,7 @@ def test_on_a_gpu_nothing_is_captured_before_the_kernel_is_compiled(
     ring: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     weight = torch.ones(H, device="cuda")
-    capturer = Capturer(lambda size, dtype: ring, lambda: (weight, 1e-6), "fused", b"key")  # type: ignore[arg-type, return-value]
+    capturer = Capturer(lambda size, dtype: ring, lambda: (weight, 1e-6), "fused", b"key", TopTokens())  # type: ignore[arg-type, return-value]
     capturer.prepare(weight.device)
     capturer.set_share(1.0, "v1")
     with monkeypatch.context() as compiling:

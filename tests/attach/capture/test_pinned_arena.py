@@ -19,6 +19,7 @@ import torch
 from honed.attach.capture import capture
 from honed.attach.capture.capture import LEAST_PINNED, MOST_PINNED, Capturer
 from honed.attach.capture.pinned_arena import ALIGN, PinnedArena, Slot
+from honed.attach.runner.top_tokens import TopTokens
 from tests.attach.capture.test_capture import H, Recorder, schedule, view
 
 
@@ -84,7 +85,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 def capturer_of(ring: Recorder, step_bytes: int = 0) -> Capturer:
-    made = Capturer(lambda size, dtype: ring, lambda: (torch.ones(H), 1e-6), "fused", b"key")  # type: ignore[arg-type, return-value]
+    made = Capturer(lambda size, dtype: ring, lambda: (torch.ones(H), 1e-6), "fused", b"key", TopTokens())  # type: ignore[arg-type, return-value]
     made.prepare(torch.device("cuda"), step_bytes)
     assert made._preparing is not None
     made._preparing.join(60)

@@ -61,8 +61,13 @@ def test_rows_come_out_as_they_went_in(path, dtype, row_dtype):
     ring = make(path, dtype=dtype)
     ids, features = rows(7, 5, row_dtype)
     ring.write_rows("req", "code", "v0002-aaaaaaaa", 7, ids, features, FLAG_PREFILL, session="s")
+    likely = np.array([3, -1, 7, 0, 9], np.int32)
+    ring.write_rows("req", "code", "v0002-aaaaaaaa", 12, ids, features, likely=likely)
     ring.write_end("req", "code")
-    first, end = drain(RingReader(path))
+    first, second, end = drain(RingReader(path))
+    assert first.likely.tolist() == [-1] * 5
+    np.testing.assert_array_equal(second.likely, likely)
+    np.testing.assert_array_equal(second.features, features)
     assert (first.request, first.session, first.workload) == ("req", "s", "code")
     assert first.drafter_version == "v0002-aaaaaaaa"
     assert (first.flags, first.first_position) == (FLAG_PREFILL, 7)
@@ -149,8 +154,8 @@ def test_reader_that_comes_late_gets_what_is_still_there(path):
     for i in range(500):
         write(ring, 20 * i, 20)
     records = drain(RingReader(path))
-    row_bytes = 20 * (4 + 4 * F) + RECORD_BYTES + 24
-    assert len(records) > 0.8 * (1 << 16) / row_bytes  # not only the lap that was begun last
+    record_bytes = 20 * (8 + 4 * F) + RECORD_BYTES + 24
+    assert len(records) > 0.8 * (1 << 16) / record_bytes  # not only the lap that was begun last
     assert records[-1].first_position == 20 * 499
 
 
@@ -177,8 +182,8 @@ def test_slow_reader_is_overtaken_and_counts_it(path):
     got = drain(reader)
     assert reader.lost_records == 399 - len(got) > 0
     assert reader.bad_records == 0
-    row_bytes = 20 * (4 + 4 * F) + RECORD_BYTES + 24
-    assert 0.3 < len(got) * row_bytes / (1 << 16) < 0.5, "it jumps too little: soon it is overtaken again"
+    record_bytes = 20 * (8 + 4 * F) + RECORD_BYTES + 24
+    assert 0.3 < len(got) * record_bytes / (1 << 16) < 0.5, "it jumps too little: soon it is overtaken again"
 
 
 def test_reader_waits_for_a_ring_and_follows_one_that_is_replaced(path):
@@ -302,7 +307,7 @@ def survives(path, script):
 
 
 @pytest.mark.fault("files that are cut off while they are in use")
-@pytest.mark.parametrize("length", [0, HEADER_BYTES, HEADER_BYTES + 6000])
+@pytest.mark.parametrize("length", [0, HEADER_BYTES, HEADER_BYTES + 6800])
 def test_ring_that_is_cut_off_ends_neither_writer_nor_reader(path, length):
     """Through a map, its next byte was a SIGBUS: vLLM ended without a word, and the trainer alike."""
     survives(
@@ -424,12 +429,13 @@ def test_rows_that_are_not_finite_are_left_out_and_counted(path, dtype, row_dtyp
     ring = make(path, dtype=dtype)
     ids, features = rows(7, 6, row_dtype)
     features[2, 1] = features[3, 0] = nan
-    ring.write_rows("r", "w", "", 7, ids, features, FLAG_GAP | FLAG_REJECTED)
+    ring.write_rows("r", "w", "", 7, ids, features, FLAG_GAP | FLAG_REJECTED, likely=ids + 1)
     broken = np.full_like(features, nan)
     ring.write_rows("r", "w", "", 13, ids + 6, broken)
     reader = RingReader(path)
     first, second = drain(reader)
     assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([7, 8], [11, 12])
+    assert (first.likely.tolist(), second.likely.tolist()) == ([8, 9], [12, 13])
     assert (first.first_position, second.first_position) == (7, 11)
     assert (first.flags & FLAG_REJECTED, second.flags & FLAG_REJECTED) == (0, FLAG_REJECTED)
     np.testing.assert_array_equal(second.features, features[4:])

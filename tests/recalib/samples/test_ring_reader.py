@@ -308,9 +308,9 @@ def test_records_of_zeros_do_not_fill_the_memory(path: Path) -> None:
     """A sparse file of some pages can hold gigabytes of records with the right CRC."""
     make(path, 0)
     forge(path, capacity_bytes=1 << 33, feature_size=1 << 10)
-    rows = (15 << 20) // (4 + 4 * (1 << 10))
+    rows = (15 << 20) // (8 + 4 * (1 << 10))
     head = pack_rows_head("r", "w", "v")
-    payload = head + bytes(rows * 4 + -rows * 4 % 8 + rows * 4 * (1 << 10))
+    payload = head + bytes(rows * (8 + 4 * (1 << 10)))
     at = 0
     for seq in range(8):
         forge_record(path, at, payload, seq=seq, kind=KIND_ROWS, num_rows=rows, head_bytes=len(head))
@@ -364,7 +364,7 @@ def test_a_record_that_is_overwritten_while_it_is_copied_is_lost_and_not_bad(
 
     monkeypatch.setattr(os, "pread", overtaken)
     seen = firsts(reader, 10)
-    assert len(seen) > 140
+    assert len(seen) > 120
     assert seen[-1] == 20 * 449
     assert (len(seen) + reader.lost_records, reader.bad_records) == (450, 0)
 

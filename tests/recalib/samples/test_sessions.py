@@ -5,17 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, FLAG_SAMPLED, KIND_END, KIND_ROWS
+from honed.adapt.protocol.sample_ring import FLAG_GAP, FLAG_PREFILL, FLAG_REJECTED, KIND_END, KIND_ROWS
 from honed.recalib.samples.ring_reader import RingRecord
 from honed.recalib.samples.sessions import SessionAssembler
 
 F = 2
 
 
-def record(first, ids, flags=0, request="r", version="v", kind=KIND_ROWS):
+def record(first, ids, flags=0, request="r", version="v", kind=KIND_ROWS, likely=None):
     ids = np.array(ids, np.int32)
+    likely = np.full(len(ids), -1, np.int32) if likely is None else np.array(likely, np.int32)
     rows = np.stack([ids * 1.0, np.arange(first, first + len(ids))], axis=1) if len(ids) else np.zeros((0, F))
-    return RingRecord(kind, flags, request, "s-" + request, "w", version, first, ids, rows.astype(np.float32))
+    return RingRecord(kind, flags, request, "s-" + request, "w", version, first, ids, likely, rows.astype(np.float32))
 
 
 def end(request="r"):
@@ -44,11 +45,17 @@ def test_prompt_and_rounds_become_one_stretch():
     check(stretch)
 
 
-@pytest.mark.parametrize("flag", [0, FLAG_SAMPLED])
-def test_a_stretch_tells_whether_its_tokens_were_drawn(flag):
-    _, (stretch,) = assemble(record(0, [5, 6, 7], FLAG_PREFILL | flag), record(3, [8, 9], flag), end())
-    assert stretch.is_sampled == bool(flag)
-    assert stretch.cut(slice(1, 4)).is_sampled == bool(flag)
+def test_a_stretch_tells_the_target_s_most_likely_tokens_where_it_sampled():
+    prompt, answer = record(0, [5, 6, 7], FLAG_PREFILL, likely=[-1, -1, 8]), record(3, [9, 4], likely=[4, 2])
+    repeated = record(2, [7, 9, 4, 1], FLAG_PREFILL)  # a preempted request is prefilled again
+    _, (stretch,) = assemble(prompt, answer, repeated, record(3, [9, 3], likely=[6, 5]), end())
+    assert stretch.token_ids.tolist() == [5, 6, 7, 9, 3]
+    assert stretch.likely.tolist() == [-1, -1, 8, 6, 5]
+    assert stretch.cut(slice(1, 4)).likely.tolist() == [-1, 8, 6]
+    assert stretch.to_training_sample(True).likely.tolist() == [-1, -1, 8, 6, 5]
+    assert stretch.num_bytes == 5 * (4 + 4 + 4 * F)
+    _, (greedy,) = assemble(record(0, [5, 6, 7], FLAG_PREFILL), record(3, [8, 9]), end())
+    assert greedy.likely is greedy.cut(slice(1, 4)).likely is greedy.to_training_sample(True).likely is None
 
 
 def test_prompt_in_chunks_is_one_prompt():
@@ -164,22 +171,22 @@ def test_requests_do_not_mix():
 def test_open_requests_are_bounded_in_number_and_bytes():
     """New ones are ignored until they end: the others go on as a whole."""
     names = [str(i) for i in range(6)]
-    for limit in ({"max_open": 3}, {"max_open_bytes": 600}):  # 120 bytes each
+    for limit in ({"max_open": 3}, {"max_open_bytes": 800}):  # 160 bytes each
         begins = [record(0, [1] * 10, FLAG_PREFILL, name) for name in names]
         rounds = [record(at, [2], request=name) for at in (10, 11) for name in names]
         assembler, stretches = assemble(*begins, *rounds, *map(end, names), **limit)
         assert [(s.session, s.num_rows, s.num_prompt_tokens) for s in stretches] == [(f"s-{i}", 12, 10) for i in range(3)]
         assert assembler.open_bytes == 0
         list(assembler.add(record(0, [1], request="5")))
-        assert assembler.open_bytes == 12, "its key is free again"
+        assert assembler.open_bytes == 16, "its key is free again"
 
 
 def test_requests_that_grow_beyond_the_limit_are_cut_one_by_one():
     names = list("abc")
     begins = [record(0, [1] * 10, FLAG_PREFILL, name) for name in names]
     rounds = [record(10 + at, [2], request=name) for at in range(20) for name in names]
-    assembler, stretches = assemble(*begins, *rounds, max_open_bytes=600)
-    assert assembler.open_bytes <= 600
+    assembler, stretches = assemble(*begins, *rounds, max_open_bytes=800)
+    assert assembler.open_bytes <= 800
     assert [s.session for s in (*stretches, *assembler.finish())] == ["s-a", "s-b", "s-c"]
     assert stretches[0].num_rows > 15
     assert stretches[1].num_rows > 20
@@ -189,7 +196,7 @@ def test_prompts_are_shortened_while_memory_is_short(monkeypatch):
     monkeypatch.setattr("honed.recalib.samples.sessions.SHORT_PROMPT_ROWS", 3)
     begins = [record(0, range(20), FLAG_PREFILL, name) for name in "abc"]
     rounds = [record(20, [20, 21], request=name) for name in "abc"]
-    assembler, stretches = assemble(*begins, *rounds, *map(end, "abc"), max_open_bytes=400)
+    assembler, stretches = assemble(*begins, *rounds, *map(end, "abc"), max_open_bytes=534)
     assert [(s.first_position, s.num_rows, s.num_prompt_tokens) for s in stretches] == [(17, 5, 3), (17, 5, 3), (0, 22, 20)]
     assert assembler.open_bytes == 0
     for stretch in stretches:

@@ -11,7 +11,7 @@ from honed.recalib.training.blocks import (
     break_anchors,
     choose_anchors,
     eligible_anchors,
-    reach,
+    is_reached,
 )
 
 
@@ -40,13 +40,13 @@ def test_a_block_has_labels_up_to_its_sample_s_end():
 
 
 def test_the_most_likely_tokens_are_learned_where_the_target_sampled():
-    drawn = replace(sample(6, 2), likely=torch.tensor([0, 0, 3, 9, 5, 9]))
+    drawn = replace(sample(6, 2), likely=torch.tensor([-1, -1, 3, 9, -1, 9]))
     packed, anchors = pack([sample(3, 1), drawn]), torch.tensor([1, 5, 6])
     labels, has_label = block_labels(packed, anchors, 3)
     goals = block_goals(packed, anchors, 3)
     assert labels[has_label].tolist() == [2, 3, 4, 5, 4, 5]
     assert goals[has_label].tolist() == [2, 3, 9, 5, 9, 5]
-    assert reach(labels, goals)[1].tolist() == [1.0, 1.0, 0.0], "after a token that no draft would be"
+    assert is_reached(labels, goals)[1].tolist() == [True, True, False], "after a token that no draft would be"
 
 
 def test_preferred_anchors_are_emitted_ones_too():

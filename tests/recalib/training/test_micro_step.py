@@ -144,6 +144,37 @@ def test_breaks_draw_anchors_whose_block_reaches_them(make_drafter: MakeDrafter,
     assert by_break == pytest.approx(by_hand)
 
 
+@pytest.mark.parametrize("loss", get_args(Loss))
+def test_where_the_target_sampled_nothing_is_learned_beyond_a_token_that_no_draft_would_be(
+    loss: Loss, make_drafter: MakeDrafter, make_sample: MakeSample
+) -> None:
+    """Its gradients are those of an answer that ends there, with that token's place taken by the most likely one."""
+    drafter, sample = make_drafter(), make_sample()
+    anchor, likely = 5, torch.full_like(sample.token_ids, -1)
+    likely[anchor + 1] = (sample.token_ids[anchor + 2] + 1) % drafter.config.vocab_size  # of the block's second token
+    drawn = replace(sample, likely=likely)
+    ids = sample.token_ids[: anchor + 3].clone()
+    ids[-1] = likely[anchor + 1]
+    hidden = sample.target_hidden
+    ended = replace(
+        sample,
+        features=sample.features[: len(ids)],
+        token_ids=ids,
+        positions=sample.positions[: len(ids)],
+        target_hidden=None if hidden is None else hidden[: len(ids)],
+    )
+    for kept, is_same in (((), True), ((True,), False)):
+        found = []
+        for given in (drawn, ended):
+            trainer = MicroTrainer(
+                make_drafter(), replace(QUICK, loss=loss, anchors_per_micro_step=1, break_share=1.0), make_drafter()
+            )
+            found.append(trainer.step([given], [anchor], kept=kept).num_tokens)
+            found.append(trainer.step([given], [anchor], kept=kept).loss)
+        assert (found[:2] == pytest.approx(found[2:])) == is_same
+        assert (found[0] == 2) == is_same
+
+
 def test_samples_with_nothing_to_draft_are_refused(make_drafter: MakeDrafter, make_sample: MakeSample) -> None:
     with pytest.raises(ValueError, match="no sample has two emitted tokens"):
         MicroTrainer(make_drafter(), QUICK).step([make_sample(9, num_prompt_tokens=8)])

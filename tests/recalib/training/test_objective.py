@@ -92,12 +92,10 @@ def test_kept_and_fresh_blocks_share_by_their_numbers(make_drafter: MakeDrafter)
     objective = Objective(make_drafter(), None, TrainingSettings(keep_weight=2.0))
     words = torch.tensor([[3, -1, 7], [3, 4, 7], [3, 4, 7], [3, -1, 7]])
     is_kept = torch.tensor([True, True, True, False])
-    reach = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 0.5]])
-    weights = objective.weights(is_kept, torch.ones(4, 3, dtype=torch.bool), words, reach)
+    weights = objective.weights(is_kept, torch.ones(4, 3, dtype=torch.bool), words)
     assert float(weights[:3].sum()) == pytest.approx(2.0 * 0.75)
     assert float(weights[3].sum()) == pytest.approx(0.25)
     assert torch.equal(weights[0], weights[1]), "kept blocks count at every position"
-    assert float(weights[3, 2] / weights[3, 0]) == pytest.approx(0.5 * float(weights[1, 2] / weights[1, 0]))
     assert weights[3].tolist()[1] == 0.0
 
 
