@@ -222,10 +222,13 @@ class Engine:
         return dict(self._core.model_executor.collective_rpc("honed_capture", args=(share, "v-bench"))[0])
 
     def play(self, batch: int, num_tokens: int) -> dict[str, Any]:
-        """Serve `batch` requests at once; milliseconds of each decode step, as the caller of `step` sees them."""
+        """Serve `batch` requests at once; milliseconds of each decode step, as the caller of `step` sees them.
+
+        They are sampled, as most are in production: capturing such answers needs the target's most likely tokens, too.
+        """
         from vllm import SamplingParams
 
-        names, params = set(), SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        names, params = set(), SamplingParams(temperature=1.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         began_s = time.perf_counter()
         for _ in range(batch):
             name = str(self._number)
