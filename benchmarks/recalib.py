@@ -6,8 +6,7 @@ held-out prompts again, of documents that were in neither the traffic nor any tr
 
     kv_frozen, full   both scopes: B after / before and A after / before, at temperature 0 and 0.8; wall seconds from request to
                       the version in the registry, gate included; label tokens of the training
-    losses            B after / before at temperature 0 for each loss, kv-frozen, all with the same number of micro-steps
-    sampled           traffic that is sampled at temperature 0.8: for each loss B and A after / before at both temperatures
+    sampled           traffic that is sampled at temperature 0.8: B and A after / before at both temperatures
     fine_tuned_recovered   the target is fine-tuned (LoRA), which lowers A's acceptance length; the share of that loss which one
                            recalibration on A's traffic from the fine-tuned target recovers
     pairs             B and A after / before at temperature 0 for pairs of other kinds: `sliding` (windows, a reduced
@@ -49,7 +48,7 @@ FINE_TUNE_PROMPTS = 240
 """The last of A's traffic prompts; live traffic uses the first ones."""
 
 
-def scopes_and_losses(folder: Path, plan: Plan, useful_a: Sequence[Prompt]) -> Document:
+def both_scopes(folder: Path, plan: Plan, useful_a: Sequence[Prompt]) -> Document:
     """Measure everything with the original target; also the acceptance of A's useful prompts before it is fine-tuned."""
     held = {w: read_prompts(TINY / f"prompts_{w}.jsonl", plan.heldout) for w in "ab"}
     details: Document = {}
@@ -60,10 +59,9 @@ def scopes_and_losses(folder: Path, plan: Plan, useful_a: Sequence[Prompt]) -> D
         tell("before", {f"{w} at {t}": round(r.acceptance_length, 3) for (w, t), r in before.items()})
         site.play("a", read_prompts(TINY / "traffic_a.jsonl", plan.traffic_a))
         site.play("b", read_prompts(TINY / "traffic_b.jsonl", plan.traffic_b))
-        default = site.settings.loss
-        found: Document = {"before_move": before_move, "losses": {}}
+        found: Document = {"before_move": before_move}
         for scope in ("kv-frozen", "full"):
-            told = site.recalibrate("b", scope, default)
+            told = site.recalibrate("b", scope)
             compared = {(w, t): compare(before[w, t], engine.measure(held[w], t)) for w in "ab" for t in (0.0, 0.8)}
             site.swap_back()
             name = scope.replace("-", "_")
@@ -77,35 +75,20 @@ def scopes_and_losses(folder: Path, plan: Plan, useful_a: Sequence[Prompt]) -> D
             }
             details[name] = told | {f"{w} at {t}": c for (w, t), c in compared.items()}
             tell(scope, found[name])
-        found["losses"][default] = found["kv_frozen"]["b_gain_t0"]
-        for loss in plan.losses:
-            if loss == default:
-                continue
-            told = site.recalibrate("b", "kv-frozen", loss)
-            compared = compare(before["b", 0.0], engine.measure(held["b"]))
-            site.swap_back()
-            found["losses"][loss] = compared["ratio"]
-            details[f"loss {loss}"] = told | {"b": compared}
-            tell(loss, details[f"loss {loss}"])
     return found | {"details": details}
 
 
 def on_sampled_traffic(folder: Path, plan: Plan) -> Document:
-    """Measure each loss on traffic that is sampled at temperature 0.8, on held-out prompts at both temperatures."""
+    """Learn from traffic that is sampled at temperature 0.8; measure held-out prompts at both temperatures."""
     held = {w: read_prompts(TINY / f"prompts_{w}.jsonl", plan.heldout) for w in "ab"}
-    found: Document = {}
     with Engine(folder / "run", TINY / "target", TINY / "drafter") as engine:
         site = Site(folder, engine, plan, TINY / "drafter")
         before = {(w, t): engine.measure(held[w], t) for w in "ab" for t in (0.0, 0.8)}
         site.play("a", read_prompts(TINY / "traffic_a.jsonl", plan.traffic_a), 0.8)
         site.play("b", read_prompts(TINY / "traffic_b.jsonl", plan.traffic_b), 0.8)
-        for loss in plan.losses:
-            told = site.recalibrate("b", "kv-frozen", loss)
-            found[loss] = told | {
-                f"{w} at {t}": compare(rounds, engine.measure(held[w], t)) for (w, t), rounds in before.items()
-            }
-            site.swap_back()
-            tell(f"sampled, {loss}", found[loss])
+        told = site.recalibrate("b", "kv-frozen")
+        found = told | {f"{w} at {t}": compare(rounds, engine.measure(held[w], t)) for (w, t), rounds in before.items()}
+        tell("sampled", found)
     return found
 
 
@@ -115,7 +98,7 @@ def after_fine_tuning(folder: Path, plan: Plan, target: Path, useful_a: Sequence
         site = Site(folder, engine, plan, TINY / "drafter")
         moved = engine.measure(useful_a)
         site.play("a", read_prompts(TINY / "traffic_a.jsonl", plan.traffic_b))
-        told = site.recalibrate("a", "kv-frozen", site.settings.loss)
+        told = site.recalibrate("a", "kv-frozen")
         recalibrated = engine.measure(useful_a)
     lengths = [r.acceptance_length for r in (before_move, moved, recalibrated)]
     lost, won = lengths[0] - lengths[1], lengths[2] - lengths[1]
@@ -158,7 +141,7 @@ def run(plan: Plan) -> Document:
     with tempfile.TemporaryDirectory(prefix="honed-recalib-") as name:
         folder = Path(name)
         target, useful_a, tuned = moved_target(folder / "moved", plan)
-        found = scopes_and_losses(folder / "own", plan, useful_a)
+        found = both_scopes(folder / "own", plan, useful_a)
         moved = after_fine_tuning(folder / "moved", plan, target, useful_a, found.pop("before_move"))
     details = found.pop("details")
     result = found | {"fine_tuned_recovered": moved["recovered"]}

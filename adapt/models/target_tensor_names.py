@@ -1,10 +1,10 @@
-"""Names of the target's tensors that a drafter's training reads: its embedding, its head and its last norm.
+"""Names of the target's tensors that drafters read: its embedding, its head and its last norm.
 
 Published checkpoints name the text model's tensors by the class that it is part of. Every reader of a target goes by these
 names.
 
 Source: vLLM 0.32, `hf_to_vllm_mapper` of `models/llama.py`, `qwen3_vl.py`, `qwen3_5.py`, `gemma4_mm.py`, `kimi_k25.py`,
-`qwen3_omni_moe_thinker.py` and `nemotron_h.py`; `layers/layernorm.py` (`GemmaRMSNorm`).
+`qwen3_omni_moe_thinker.py` and `nemotron_h.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ _PREFIXES = {
 }
 """Each class prefixes its text model's tensors with the key, and its head's with the value."""
 _HEAD = "lm_head.weight"
-_ONE_PLUS = ("gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "step3p5")
-_ONE_PLUS_FAMILY = "qwen3_5"
-"""Model types whose norms multiply by 1 + weight: these, and all that begin so."""
 
 
 class HeadNames(NamedTuple):
@@ -66,12 +63,6 @@ def text_config(target: Mapping[str, Any]) -> Mapping[str, Any]:
     thinker = target.get("thinker_config") or target
     part: Mapping[str, Any] = thinker.get("text_config") or thinker
     return part
-
-
-def adds_one(target: Mapping[str, Any]) -> bool:
-    """Whether the target's norms multiply by 1 + weight."""
-    kind = str(text_config(target).get("model_type") or target.get("model_type") or "")
-    return kind in _ONE_PLUS or kind.startswith(_ONE_PLUS_FAMILY)
 
 
 def _is_tied(target: Mapping[str, Any], tensors: Collection[str], head: str) -> bool:

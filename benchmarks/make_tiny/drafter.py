@@ -18,7 +18,7 @@ from benchmarks.make_tiny.tokens import MASK_TOKEN_ID, VOCAB_SIZE
 from honed.recalib.drafter.checkpoint import load_target_head, save_drafter
 from honed.recalib.drafter.dflash import DFlashDrafter, DrafterConfig
 from honed.recalib.drafter.drafter import Drafter, Vocabulary
-from honed.recalib.training import losses
+from honed.recalib.training.objective import position_weights, shares
 
 TARGET_LAYER_IDS = (1, 3, 4, 5)
 
@@ -115,11 +115,11 @@ def block_loss(
         logits = _logits(drafter, hidden, tokens[:, :-1])
     labels = drafter.to_words(tokens[:, 1:])
     is_word = labels >= 0
-    weights = is_word * losses.position_weights(labels.shape[1], decay_tokens)
+    weights = is_word * position_weights(labels.shape[1], decay_tokens)
     labels = labels.clamp(min=0)
     is_right = ((logits.detach().argmax(-1) == labels) & is_word).float().mean(0)
     surprise = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none").view(labels.shape)
-    return (surprise * losses.shares(weights, (0, 1))).sum(), is_right
+    return (surprise * shares(weights)).sum(), is_right
 
 
 def _logits(drafter: Drafter, hidden: Tensor, previous: Tensor) -> Tensor:  # [M, K, H], [M, K] -> [M, K, W]

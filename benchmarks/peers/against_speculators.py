@@ -50,8 +50,8 @@ from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.drafter.eagle3 import Eagle3Drafter
 from honed.recalib.gate.evaluate import expected_acceptance_length
 from honed.recalib.samples.sample import TrainingSample, pack
-from honed.recalib.training import losses
 from honed.recalib.training.micro_step import MicroTrainer
+from honed.recalib.training.objective import position_weights
 
 TINY = ROOT / "benchmarks" / "tiny"
 EAGLE3 = ROOT / "build" / "pairs" / "eagle3" / "drafter"
@@ -158,7 +158,7 @@ def compare(
         for name in names:
             contenders[name].step(chosen, anchors, 1.0 - number / micro_steps)
         if not number and start.words is None:
-            scale = k / float(losses.position_weights(k, settings.decay_tokens).sum())
+            scale = k / float(position_weights(k, settings.decay_tokens).sum())
             gradients = difference(contenders["honed"].gradients(), contenders["speculators, ce"].gradients(), scale)
     samples = learned[:SAMPLES]
     logits = difference_of_logits(load(), model, samples, anchors_of(samples, k)) if trains_all else None

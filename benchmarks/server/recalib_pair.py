@@ -77,7 +77,7 @@ def measure(kind: str, folder: Path, is_short: bool) -> Document:
             site.play(w, read_prompts(folder / f"traffic_{w}.jsonl", amount))
         details: Document = {}
         for scope in ("kv-frozen", *["full"] * pair.has_full):
-            told = site.recalibrate("b", scope, site.settings.loss)
+            told = site.recalibrate("b", scope)
             details[scope] = told | {w: compare(before[w], engine.measure(held[w])) for w in "ab"}
             site.swap_back()
     figures = {scope: _figures(found) for scope, found in details.items()}

@@ -6,9 +6,9 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -17,7 +17,6 @@ from benchmarks.server.client_load import Prompt
 from benchmarks.server.recalib_engine import Engine, Rounds
 from honed.adapt.protocol import wire
 from honed.recalib.config.trainer import TrainerSettings
-from honed.recalib.config.training import Loss
 from honed.recalib.gate.gate import GateSettings
 from honed.recalib.process.recalibration import Recalibration
 from honed.recalib.registry.registry import Registry
@@ -38,13 +37,12 @@ class Plan:
     traffic_b: int = 320
     steps: int = 1600
     """Micro-steps of every recalibration."""
-    losses: tuple[Loss, ...] = get_args(Loss)
     fine_tune_steps: int = 48
     threads: int = max(1, (os.cpu_count() or 1) // 2)
     """Threads of the training, as in the trainer: the engine's threads spin beside it."""
 
 
-SHORT = Plan(heldout=32, traffic_a=64, traffic_b=96, steps=200, losses=("ce", "hybrid"), fine_tune_steps=8)
+SHORT = Plan(heldout=32, traffic_a=64, traffic_b=96, steps=200, fine_tune_steps=8)
 
 
 class Site:
@@ -68,12 +66,12 @@ class Site:
                 pass
         self.engine.capture(False, self.parent.version)
 
-    def recalibrate(self, workload: str, scope: str, loss: Loss) -> Document:
+    def recalibrate(self, workload: str, scope: str) -> Document:
         """Run one operation as the trainer process does, from the request to a version in the registry, and into the engine."""
         (feed,) = self.traffic.feeds
         assert feed.reader.lost_records == 0, "the ring was too small: some traffic was lost"
         request = wire.TrainRequest(
-            operation_id=f"{scope}-{loss}",
+            operation_id=scope,
             capture_paths=[str(self.engine.ring)],
             target_path=str(self.engine.target),
             parent_version=self.parent.version,
@@ -84,12 +82,12 @@ class Site:
         )
         torch.set_num_threads(self.plan.threads)
         began_s = time.monotonic()
-        operation = Recalibration(request, replace(self.settings, loss=loss), self.gate, self.registry, feed)
+        operation = Recalibration(request, self.settings, self.gate, self.registry, feed)
         while operation.result is None:
             operation.advance()
         result = operation.result
         if not result.ok:
-            raise RuntimeError(f"{scope}, {loss}: {result.error}")
+            raise RuntimeError(f"{scope}: {result.error}")
         told: Document = {
             "seconds": round(time.monotonic() - began_s, 1),
             "train_seconds": round(result.train_seconds, 1),

@@ -1,18 +1,17 @@
 """Linear + loss over the vocabulary, one value a row, without the logits: forward and backward in one pass over the head.
 
-Computes: reference.block_loss. Rows are returned unreduced, so position weights, D-PACE weights and E[τ] stay ordinary autograd
-on [N, K] numbers. The head is frozen (it is the target's), so a row's gradient is its own times the row's weight, whatever that
+Computes: reference.block_loss. Rows are returned unreduced, so position weights and D-PACE weights stay ordinary autograd on
+[N, K] numbers. The head is frozen (it is the target's), so a row's gradient is its own times the row's weight, whatever that
 is. So g = dℓ/dh [M, H] is made in the forward pass, and the backward pass is a product.
-Moves: the head and the hidden states once for the logits and once for the gradient. Floor: the matmuls, 4·M·V·H FLOPs for "ce"
-(logits, gradient) and 6·M·V·H for the others (the target's logits as well), at the matmul rate. Peak memory is a tile of
+Moves: the head and the hidden states once for the logits and once for the gradient. Floor: the matmuls, 4·M·V·H FLOPs for
+labels (logits, gradient) and 6·M·V·H for goals (the goal's logits as well), at the matmul rate. Peak memory is a tile of
 scores, not [M, V]; see `block_loss_labels`, `block_loss_goal`.
 Layout: hidden [M, H] and head [V, H] with unit stride in H; half-precision operands, float32 scores and sums.
 Source: the gradient in the forward pass as in Liger's fused linear cross-entropy, arXiv 2410.10989, section 3.2; the losses as
 in `reference`.
 Why not Liger itself (0.8.5): its kernels need a GPU. Its chunks are of some M·H/V rows, 8 of the trainer's 240 at H = 4,096 and
 a 152k vocabulary, and every chunk reads the whole head. One loss a row (`reduction="none"`) is computed again in the backward
-pass. The linear KL requires the target's probabilities [M, V], the linear JSD returns one sum for all rows, and there is no
-linear TV.
+pass. The linear KL requires the goal's probabilities [M, V].
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from honed.kernels.training.block_loss_goal import KINDS, fold_goal
+from honed.kernels.training.block_loss_goal import fold_goal
 from honed.kernels.training.block_loss_labels import fold_labels
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -40,35 +39,32 @@ def block_loss(
     head: torch.Tensor,  # [V, H]
     *,
     labels: torch.Tensor | None = None,  # [M] int64
-    goal: torch.Tensor | None = None,  # [M, H'] the target's hidden states at the same rows, after its final norm
+    goal: torch.Tensor | None = None,  # [M, H'] another model's hidden states at the same rows
     goal_head: torch.Tensor | None = None,  # [V, H'], by default `head`
-    kind: str = "ce",
 ) -> BlockLoss:
     """Compute the loss of each row of hidden states behind a frozen head.
 
-    Args:
-        kind: "ce" for −log q(label); "kl" or "hybrid" for the distance to the target's distribution p = softmax(goal @
-            goal_headᵀ). No gradient flows to `goal`.
+    For labels it is −log q(label), for a goal KL(p || q) to the distribution p = softmax(goal @ goal_headᵀ). No gradient flows
+    to `goal`.
 
     Raises:
-        ValueError: shapes don't fit, what the kind needs is missing, or the head requires a gradient.
+        ValueError: shapes don't fit, there are not labels or a goal alone, or the head requires a gradient.
     """
-    _check(hidden, head, labels, goal, goal_head, kind)
+    _check(hidden, head, labels, goal, goal_head)
     if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype == torch.float32:
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     with_gradient = hidden.requires_grad and torch.is_grad_enabled()
     # A dispatch mode sees our custom operator as one operation, however long it takes. On a CPU, where the trainer yields
     # before every operation (`recalib.process.yield_points`), it must see the operations inside.
     is_seen = hidden.device.type == "cpu" and not torch.compiler.is_compiling()
-    if kind == "ce":
-        assert labels is not None
+    if labels is not None:
         compute = _label_loss if is_seen else label_loss
         losses, top, _ = compute(hidden, head.detach(), labels, with_gradient)
     else:
         assert goal is not None
         goal_head = head if goal_head is None else goal_head
         compute_goal = _goal_loss if is_seen else goal_loss
-        losses, top, _ = compute_goal(hidden, head.detach(), goal.detach(), goal_head.detach(), kind, with_gradient)
+        losses, top, _ = compute_goal(hidden, head.detach(), goal.detach(), goal_head.detach(), with_gradient)
     return BlockLoss(losses, top)
 
 
@@ -88,11 +84,11 @@ def label_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, w
 
 @torch.library.custom_op("honed::goal_loss", mutates_args=())
 def goal_loss(
-    hidden: torch.Tensor, head: torch.Tensor, goal: torch.Tensor, goal_head: torch.Tensor, kind: str, with_gradient: bool
+    hidden: torch.Tensor, head: torch.Tensor, goal: torch.Tensor, goal_head: torch.Tensor, with_gradient: bool
 ) -> Three:
     """Losses, top tokens, gradients [M, H] (or none); call it through `block_loss`."""
     with torch.autocast(hidden.device.type, enabled=False):
-        return fold_goal(hidden, head, goal.to(hidden.dtype), goal_head, kind, with_gradient, is_triton=hidden.is_cuda)
+        return fold_goal(hidden, head, goal.to(hidden.dtype), goal_head, with_gradient, is_triton=hidden.is_cuda)
 
 
 def _fake(hidden: torch.Tensor, with_gradient: bool) -> Three:
@@ -107,9 +103,7 @@ def _(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, with_gradi
 
 
 @goal_loss.register_fake
-def _(
-    hidden: torch.Tensor, head: torch.Tensor, goal: torch.Tensor, goal_head: torch.Tensor, kind: str, with_gradient: bool
-) -> Three:
+def _(hidden: torch.Tensor, head: torch.Tensor, goal: torch.Tensor, goal_head: torch.Tensor, with_gradient: bool) -> Three:
     return _fake(hidden, with_gradient)
 
 
@@ -157,10 +151,10 @@ def _label_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, 
 
 
 def _goal_loss(
-    hidden: torch.Tensor, head: torch.Tensor, goal: torch.Tensor, goal_head: torch.Tensor, kind: str, with_gradient: bool
+    hidden: torch.Tensor, head: torch.Tensor, goal: torch.Tensor, goal_head: torch.Tensor, with_gradient: bool
 ) -> Three:
     def fold(rows: torch.Tensor) -> Three:
-        return fold_goal(rows, head, goal.to(rows.dtype), goal_head, kind, with_gradient, is_triton=False)
+        return fold_goal(rows, head, goal.to(rows.dtype), goal_head, with_gradient, is_triton=False)
 
     made: Three = _Seen.apply(fold, hidden)  # type: ignore[no-untyped-call]
     return made
@@ -172,20 +166,19 @@ def _check(
     labels: torch.Tensor | None,
     goal: torch.Tensor | None,
     goal_head: torch.Tensor | None,
-    kind: str,
 ) -> None:
-    if kind != "ce" and kind not in KINDS:
-        raise ValueError(f"block_loss: no kind {kind!r}; there are 'ce', {', '.join(map(repr, KINDS))}")
+    if (labels is None) == (goal is None):
+        raise ValueError("block_loss needs either labels or a goal")
     if hidden.dim() != 2 or head.dim() != 2 or hidden.shape[1] != head.shape[1] or not len(head):
         raise ValueError(f"block_loss: hidden {list(hidden.shape)} and head {list(head.shape)} must be [M, H] and [V, H]")
     if head.requires_grad:
         raise ValueError("block_loss gives no gradient for the head: it is the target's; pass head.detach()")
-    if kind == "ce":
+    if goal is None:
         if labels is None or labels.shape != hidden.shape[:1]:
-            raise ValueError(f"block_loss 'ce' needs labels [{len(hidden)}], one for each row of hidden")
+            raise ValueError(f"block_loss needs labels [{len(hidden)}], one for each row of hidden")
         return
-    if goal is None or goal.dim() != 2 or len(goal) != len(hidden):
-        raise ValueError(f"block_loss {kind!r} needs goal [{len(hidden)}, H'], the target's hidden state of each row")
+    if goal.dim() != 2 or len(goal) != len(hidden):
+        raise ValueError(f"block_loss needs a goal [{len(hidden)}, H'], a hidden state of each row")
     wanted = (len(head), goal.shape[1])
     given = (head if goal_head is None else goal_head).shape
     if given != wanted:

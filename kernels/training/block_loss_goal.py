@@ -1,12 +1,10 @@
-"""KL, and its hybrid with total variation, to the target's distribution, a few rows at a time: the other half of `block_loss`.
+"""KL to another model's distribution, a few rows at a time: the other half of `block_loss`.
 
-Computes: with z = head·h and t = goal_head·g, p = softmax(t), q = softmax(z), α = Σ min(p, q): KL = Σ p (log p − log q), dKL/dz
-= q − p;  hybrid = λ KL + (1 − λ) TV, λ = exp(−3α) taken as a constant, TV = 1 − α, dTV/dz = q · (s − 1[q < p]), s =
-Σ q · 1[q < p], where 1[·] is ½ at equality. Then dℓ/dh = dℓ/dz · head. The difference is taken before it is rounded. Folding q
-and p separately, as for labels, would cost a fourth matmul and lose the small differences of a drafter that is nearly right. It
-also couldn't compute TV, which compares normalised q and p.
+Computes: with z = head·h and t = goal_head·g, p = softmax(t), q = softmax(z): KL = Σ p (log p − log q), dKL/dz = q − p. Then
+dℓ/dh = dℓ/dz · head. The difference is taken before it is rounded. Folding q and p separately, as for labels, would cost a
+fourth matmul and lose the small differences of a drafter that is nearly right.
 Moves: both heads once for the scores and one of them again for the gradient, per chunk of rows. A score of each side is written
-once and read twice (KL) or three times, a gradient written and read once. Floor: 6·M·V·H FLOPs. Peak: BUFFER_BYTES of scores, a
+once and read twice, a gradient written and read once. Floor: 6·M·V·H FLOPs. Peak: BUFFER_BYTES of scores, a
 quarter of that for gradients on a GPU; one row at least.
 Layout: scores and goal scores [rows, V] float32, contiguous, gradients [rows, V] in the hidden states' dtype; one program of
 the kernel takes one row.
@@ -28,9 +26,6 @@ try:
 except ImportError:
     triton = None
 
-KINDS = ("kl", "hybrid")
-HYBRID_DECAY = 3.0
-
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator]
@@ -41,8 +36,6 @@ if triton is not None:
         losses_ptr,
         top_ptr,
         vocabulary,
-        decay,
-        IS_HYBRID: tl.constexpr,
         WITH_GRADIENT: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
@@ -71,20 +64,7 @@ if triton is not None:
         log_z, log_t = peak_z + rest_z, peak_t + rest_t
         tl.store(top_ptr + i_m, top)
 
-        share = zero + 1.0
         loss = cross / sum_t + (peak_z - peak_t) + (rest_z - rest_t)
-        below = zero  # Σ q where q < p
-        if IS_HYBRID:
-            alpha = zero
-            for i_v in range(0, vocabulary, BLOCK):
-                o_v = i_v + tl.arange(0, BLOCK)
-                m_v = o_v < vocabulary
-                b_q = tl.exp(tl.load(p_z + o_v, mask=m_v, other=float("-inf")) - log_z)
-                b_p = tl.exp(tl.load(p_t + o_v, mask=m_v, other=float("-inf")) - log_t)
-                alpha += tl.sum(tl.where((b_q < b_p) | (b_q != b_q), b_q, b_p), axis=0)  # NaN stays NaN
-                below += tl.sum(b_q * tl.where(b_q < b_p, 1.0, tl.where(b_q == b_p, 0.5, 0.0)), axis=0)
-            share = tl.exp(-decay * alpha)
-            loss = share * loss + (1.0 - share) * (1.0 - alpha)
         tl.store(losses_ptr + i_m, loss)
         if WITH_GRADIENT:
             for i_v in range(0, vocabulary, BLOCK):
@@ -92,11 +72,7 @@ if triton is not None:
                 m_v = o_v < vocabulary
                 b_q = tl.exp(tl.load(p_z + o_v, mask=m_v, other=float("-inf")) - log_z)
                 b_p = tl.exp(tl.load(p_t + o_v, mask=m_v, other=float("-inf")) - log_t)
-                b_g = share * (b_q - b_p)
-                if IS_HYBRID:
-                    is_below = tl.where(b_q < b_p, 1.0, tl.where(b_q == b_p, 0.5, 0.0))
-                    b_g += (1.0 - share) * b_q * (below - is_below)
-                tl.store(gradient_ptr + i_m * vocabulary + o_v, b_g.to(gradient_ptr.dtype.element_ty), mask=m_v)
+                tl.store(gradient_ptr + i_m * vocabulary + o_v, (b_q - b_p).to(gradient_ptr.dtype.element_ty), mask=m_v)
 
 
 def fold_goal(
@@ -104,7 +80,6 @@ def fold_goal(
     head: torch.Tensor,  # [V, H]
     goal: torch.Tensor,  # [M, H']
     goal_head: torch.Tensor,  # [V, H']
-    kind: str,
     with_gradient: bool,
     *,
     is_triton: bool,
@@ -133,8 +108,6 @@ def fold_goal(
                 losses[part],
                 top[part],
                 vocabulary,
-                HYBRID_DECAY,
-                IS_HYBRID=kind == "hybrid",
                 WITH_GRADIENT=with_gradient,
                 BLOCK=min(4096, triton.next_power_of_2(vocabulary)),
                 num_warps=8,
@@ -143,7 +116,7 @@ def fold_goal(
             by_score = scores
             for some in slices(rows, max(1, CACHED_BYTES // (vocabulary * wide.itemsize))):
                 here = slice(part.start + some.start, part.start + some.stop)
-                losses[here], top[here] = _distance(scores[some], goal_scores[some], kind)
+                losses[here], top[here] = _distance(scores[some], goal_scores[some])
         if with_gradient:
             sums = torch.zeros((rows, width), dtype=wide, device=hidden.device)
             add_weighted(sums, by_score, head)
@@ -151,8 +124,8 @@ def fold_goal(
     return losses, top, gradients
 
 
-def _distance(scores: torch.Tensor, goal_scores: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:  # 2 x [m]
-    """Losses and top tokens; dℓ/dz overwrites the scores, and the goal's scores are destroyed."""
+def _distance(scores: torch.Tensor, goal_scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # 2 x [m]
+    """Losses and top tokens; dKL/dz overwrites the scores, and the goal's scores are destroyed."""
     peak_z, top = first_best(scores)
     peak_t = goal_scores.amax(-1)
     z, t = scores.sub_(peak_z[:, None]), goal_scores.sub_(peak_t[:, None])
@@ -163,16 +136,8 @@ def _distance(scores: torch.Tensor, goal_scores: torch.Tensor, kind: str) -> tup
     kl = cross / sum_p + sum_q.log() - sum_p.log()
     q.div_(sum_q[:, None])
     p.div_(sum_p[:, None])
-    if kind == "kl":
-        q.sub_(p)
-        return kl, top
-    alpha = torch.minimum(q, p, out=t).sum(-1)
-    is_below = torch.lt(q, p, out=t).add_(q == p, alpha=0.5)
-    share = torch.exp(-HYBRID_DECAY * alpha)
-    below = _row_dot(q, is_below)
-    by_q = is_below.neg_().add_(below[:, None]).mul_((1.0 - share)[:, None]).add_(share[:, None])
-    q.mul_(by_q).sub_(p.mul_(share[:, None]))
-    return (1.0 - share) * (1.0 - alpha) + share * kl, top
+    q.sub_(p)
+    return kl, top
 
 
 def _row_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # 2 x [m, V] -> [m]

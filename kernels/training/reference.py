@@ -54,41 +54,21 @@ def block_loss(
     labels: torch.Tensor | None = None,  # [M]
     goal: torch.Tensor | None = None,  # [M, H']
     goal_head: torch.Tensor | None = None,  # [V, H']
-    kind: str = "ce",
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [M], [M]
-    """Compute every row's loss and most likely token: the full logits, then the formula."""
+    """Compute every row's loss and most likely token: the full logits, then cross-entropy to labels, or KL to the goal."""
     logits = F.linear(_wide(hidden), _wide(head))
     top = logits.argmax(-1)
-    if kind == "ce":
-        assert labels is not None
+    if labels is not None:
         return F.cross_entropy(logits, labels, reduction="none"), top
     assert goal is not None
     goal_logits = F.linear(_wide(goal), _wide(head if goal_head is None else goal_head)).detach()
-    return DISTANCES[kind](logits, goal_logits), top
+    return forward_kl(logits, goal_logits), top
 
 
 def forward_kl(logits: torch.Tensor, goal_logits: torch.Tensor) -> torch.Tensor:  # 2 x [..., V] -> [...]
-    """KL(p || q) = Σ p · (log p − log q): covers every mode of the target. Source: arXiv 2310.07177, section 3."""
+    """KL(p || q) = Σ p · (log p − log q): covers every mode of p. Source: arXiv 2310.07177, section 3."""
     log_q, log_p = logits.log_softmax(-1), goal_logits.log_softmax(-1)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def overlap(logits: torch.Tensor, goal_logits: torch.Tensor) -> torch.Tensor:  # 2 x [..., V] -> [...]
-    """α = Σ min(p, q): the acceptance probability of speculative sampling. Source: arXiv 2211.17192, theorem 3.5."""
-    return torch.minimum(logits.softmax(-1), goal_logits.softmax(-1)).sum(-1)
-
-
-def kl_tv_hybrid(logits: torch.Tensor, goal_logits: torch.Tensor) -> torch.Tensor:  # 2 x [..., V] -> [...]
-    """λ · KL + (1 − λ) · TV with λ = exp(−3α), through which no gradient flows: KL while far away, TV when close.
-
-    TV = 1 − α is one minus the acceptance rate itself. Source: arXiv 2310.08461, section 3.
-    """
-    alpha = overlap(logits, goal_logits)
-    share = torch.exp(-3.0 * alpha.detach())
-    return share * forward_kl(logits, goal_logits) + (1.0 - share) * (1.0 - alpha)
-
-
-DISTANCES = {"kl": forward_kl, "hybrid": kl_tv_hybrid}
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 from honed.adapt.protocol.ranges import COUNT, PROBABILITY, SECONDS, SHARE, Range, Ranges, check_ranges
 from honed.recalib.config.presets import decay_tokens, learning_rate
-from honed.recalib.config.training import Loss, Precision, Scope, TrainingSettings
+from honed.recalib.config.training import Precision, Scope, TrainingSettings
 
 When: TypeAlias = Literal["idle", "spare", "always"]
 SPARE_UNIT_S = 0.005
@@ -81,11 +81,8 @@ class TrainerSettings(SampleSettings):
     """Threads; 0: half of the cores, or of those that a container's quota allows. With all cores, torch's threads spin against
     other processes."""
 
-    loss: Loss = "ce"
-    """"ce": cross-entropy that decays with the position; "dpace": the same, weighted by what depends on a position; "hybrid":
-    KL and total variation; "acceptance": minus expected acceptance length; "kl": needs the target's last hidden state."""
     decay_tokens: float = 0.0
-    """Decay of the weights with the position; 0: derived from the drafter's block size."""
+    """Decay of the loss's weights with the position; 0: derived from the drafter's block size."""
     learning_rate: float = 0.0
     """AdamW's learning rate after the warm-up; 0: derived from the drafter's width. An untrained drafter needs a higher one."""
     warmup_updates: int = 20
@@ -184,7 +181,6 @@ class TrainerSettings(SampleSettings):
         """Make the training settings for a drafter of this block size and width."""
         return TrainingSettings(
             scope=scope,
-            loss=self.loss,
             learning_rate=self.learning_rate or learning_rate(width),
             warmup_updates=self.warmup_updates,
             decay_tokens=self.decay_tokens or decay_tokens(block_size),

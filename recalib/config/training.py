@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 Scope = Literal["kv-frozen", "full"]
-Loss = Literal["ce", "kl", "hybrid", "dpace", "acceptance"]
 Precision = Literal["auto", "float32", "bfloat16"]
 
 
@@ -15,7 +14,6 @@ class TrainingSettings:
     """Training settings. The defaults are those measured on the tiny pair (`benchmarks/tiny/README.md`)."""
 
     scope: Scope = "kv-frozen"
-    loss: Loss = "ce"
     learning_rate: float = 5e-4
     warmup_updates: int = 20
     weight_decay: float = 0.0

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save
 from torch import Tensor
 
 from honed.adapt.models.drafter_tensor_names import method_of, names_of
-from honed.adapt.models.target_tensor_names import HeadNames, adds_one, head_names, text_config
+from honed.adapt.models.target_tensor_names import HeadNames, head_names, text_config
 from honed.recalib.config.drafter import DrafterConfig
 from honed.recalib.drafter.dflash import DFlashDrafter
 from honed.recalib.drafter.drafter import Drafter, Vocabulary
@@ -72,29 +71,9 @@ class TargetHead:
     embed_tokens: Tensor  # [V, H_target]
     lm_head: Tensor  # [V, H_target]
     """The embedding itself, of a tied pair."""
-    final_norm: Tensor  # [H_target], float32
-    rms_norm_eps: float
     num_hidden_layers: int
-    is_capped: bool = False
-    """Whether the target's logits are soft-capped: its distribution isn't the head's."""
     experts: tuple[Tensor, Tensor] | None = None  # [E, 2 * I, H], [E, H, I]
     """Of its MTP head, if they were asked for: gate and up in one, and down."""
-
-    def is_last_of(self, target_layer_ids: Sequence[int]) -> bool:
-        """Whether these layers tell the target's distribution: the last is among them, and its logits aren't capped."""
-        return _is_last(target_layer_ids, self.num_hidden_layers, self.is_capped)
-
-    def last_hidden(self, features: Tensor, config: DrafterConfig) -> Tensor | None:  # [T, A] -> [T, H_target]
-        """The target's last hidden state, after its final norm, from unfused rows; None for a drafter that doesn't read it.
-
-        An MTP head reads that state itself, MiMo's before the norm. Others read layers, the last one only if `is_last_of`.
-        """
-        if config.mtp is not None and not config.mtp.is_mimo:
-            return features.float()
-        if config.mtp is None and not self.is_last_of(config.target_layer_ids):
-            return None
-        width = len(self.final_norm)
-        return F.rms_norm(features[:, -width:].float(), (width,), self.final_norm, self.rms_norm_eps)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -172,7 +151,7 @@ def _find(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Path, Tenso
 
 
 def target_head_names(target_dir: Path | str) -> HeadNames:
-    """Find the target's embedding, head and final norm. Raises CheckpointError if one can't be found or used."""
+    """Find the target's embedding and head. Raises CheckpointError if one can't be found or used."""
     folder = Path(target_dir)
     try:
         return head_names(read_config(folder), tensor_files(folder))
@@ -188,49 +167,22 @@ def load_target_head(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> TargetHead:
-    """Load the target's embedding, head and final norm, and an MTP head's experts; a tied head is the embedding.
+    """Load the target's embedding and head, and an MTP head's experts; a tied head is the embedding.
 
     Args:
         config: the drafter's, which says whether it has experts.
-        device: where all but the norm go. Host memory only takes the tensor that is on its way there, and one expert at a time.
-        dtype: type that all but the norm have there.
+        device: where they go. Host memory only takes the tensor that is on its way there, and one expert at a time.
+        dtype: type that they have there.
     """
     folder = Path(target_dir)
-    names, raw = target_head_names(folder), read_config(folder)
-    text = text_config(raw)
-    tensors = {
-        name: tensor.float() if name == names.norm else tensor.to(device, dtype)
-        for name, tensor in read_stored(folder, {names.embed_tokens, names.lm_head, names.norm})
-    }
-    num_hidden_layers, is_capped = _layers_of(raw)
+    names = target_head_names(folder)
+    tensors = {name: tensor.to(device, dtype) for name, tensor in read_stored(folder, {names.embed_tokens, names.lm_head})}
     return TargetHead(
         embed_tokens=tensors[names.embed_tokens],
         lm_head=tensors[names.lm_head],
-        final_norm=tensors[names.norm] + 1.0 if adds_one(raw) else tensors[names.norm],
-        rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-        num_hidden_layers=num_hidden_layers,
-        is_capped=is_capped,
+        num_hidden_layers=int(text_config(read_config(folder))["num_hidden_layers"]),
         experts=_load_experts(folder, config, device, dtype) if config and config.mtp and config.mtp.experts else None,
     )
-
-
-def reads_last_hidden(config: DrafterConfig, target_dir: Path | str) -> bool:
-    """Whether a drafter reads the target's last hidden state (`TargetHead.last_hidden`). No tensor is read.
-
-    Raises:
-        CheckpointError: the target's config can't be read.
-    """
-    return config.mtp is not None or _is_last(config.target_layer_ids, *_layers_of(read_config(Path(target_dir))))
-
-
-def _layers_of(target: Mapping[str, Any]) -> tuple[int, bool]:
-    """Number of layers by a target's config.json, and whether its logits are soft-capped."""
-    text = text_config(target)
-    return int(text["num_hidden_layers"]), bool(text.get("final_logit_softcapping"))
-
-
-def _is_last(target_layer_ids: Sequence[int], num_hidden_layers: int, is_capped: bool) -> bool:
-    return list(target_layer_ids[-1:]) == [num_hidden_layers - 1] and not is_capped
 
 
 def _load_experts(
@@ -321,10 +273,7 @@ def load_drafter(
             f"{folder}: its head is {list(lm_head.shape)}, config.json asks for {[config.num_words, config.hidden_size]}; "
             "take both from one version"
         )
-    goal_head = None
-    if lm_head is not head.lm_head and head.is_last_of(config.target_layer_ids):
-        goal_head = head.lm_head if words is None else head.lm_head[words.to(head.lm_head.device)]
-    drafter = kind_of(config)(config, Vocabulary(embed_tokens, lm_head, words, goal_head))
+    drafter = kind_of(config)(config, Vocabulary(embed_tokens, lm_head, words))
     own = drafter.state_dict()
     found = read_tensors(folder, [stored.get(name, name) for name in own])
     tensors = {name: found[stored.get(name, name)] for name in own}

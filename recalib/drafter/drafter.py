@@ -28,8 +28,6 @@ class Vocabulary(NamedTuple):
     lm_head: Tensor  # [W, H]
     words: Tensor | None = None  # [W]
     """The target's id of each of the drafter's words; None: they are the target's."""
-    goal_head: Tensor | None = None  # [W, H]
-    """The target's rows of these words, if `lm_head` isn't the target's; for training on its distribution."""
 
 
 class Candidates(NamedTuple):
@@ -63,7 +61,6 @@ class Drafter(nn.Module, ABC):
     embed_tokens: Tensor
     lm_head: Tensor
     words: Tensor | None
-    goal_head: Tensor | None
     recomputes_layers = False
     """Gradient checkpointing: a layer is recomputed in the backward pass instead of kept."""
     _word_of: Tensor | None
@@ -71,10 +68,9 @@ class Drafter(nn.Module, ABC):
     def __init__(self, config: DrafterConfig, vocabulary: Vocabulary) -> None:
         super().__init__()
         self.config = config
-        embed_tokens, lm_head, words, goal_head = vocabulary
+        embed_tokens, lm_head, words = vocabulary
         self.register_buffer("embed_tokens", embed_tokens, persistent=False)
         self.register_buffer("lm_head", lm_head, persistent=False)
-        self.register_buffer("goal_head", goal_head, persistent=False)
         word_of = None
         if words is not None:
             word_of = torch.full((len(embed_tokens),), -1).scatter(0, words, torch.arange(len(words)))

@@ -19,7 +19,6 @@ from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.gate.tree_lengths import accepted_by_size, grow_trees
 from honed.recalib.samples.sample import PackedSamples, TrainingSample, pack
 from honed.recalib.training.blocks import block_labels, eligible_anchors
-from honed.recalib.training.losses import accepted_prefix
 from honed.recalib.training.pace import Pace, run_through
 from honed.recalib.training.precision import compute_dtype, computing
 
@@ -115,7 +114,8 @@ def evaluate_in_parts(
         if pace is not None:
             pace.observe(len(part), time.perf_counter() - began_s)
         yield
-    accepted = accepted_prefix(torch.cat(drafts), labels, has_label).tolist()
+    is_right = (torch.cat(drafts) == labels) & has_label
+    accepted = is_right.long().cumprod(-1).sum(-1).tolist()  # up to the first wrong or unknown one
     return SessionFigures(
         sample.session,
         sample.workload,

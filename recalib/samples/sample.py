@@ -17,9 +17,8 @@ class TrainingSample:
     Row i of every tensor is the same token. `features[i]` is what the target computed *at* `token_ids[i]`, `positions[i]` is
     its absolute position (positions rise by one; the stretch need not begin at 0). `features` are the fused ones (after `fc`
     and `hidden_norm`) or, with `is_fused = False`, the target's concatenated auxiliary hidden states. `break_positions` are
-    absolute positions of tokens that the target emitted in place of a rejected draft token. `target_hidden` is the target's
-    last hidden state *after* its final norm, so `target_hidden @ lm_head.T` are its logits. `likely[i]` is its most likely
-    token after row i. It is learned in place of the emitted one, which was drawn at random. It is −1 where it isn't known.
+    absolute positions of tokens that the target emitted in place of a rejected draft token. `likely[i]` is the target's most
+    likely token after row i. It is learned in place of the emitted one, which was drawn at random; −1: it isn't known.
     """
 
     features: Tensor  # [T, H] or [T, A]
@@ -30,14 +29,12 @@ class TrainingSample:
     break_positions: tuple[int, ...] = ()
     num_prompt_tokens: int = 0
     is_fused: bool = True
-    target_hidden: Tensor | None = None  # [T, H_target]
     likely: Tensor | None = None  # [T] int64
 
     def __post_init__(self) -> None:
         """Check the row counts: mismatched rows would train the drafter on nonsense."""
         num_tokens = self.token_ids.shape[0]
-        rows = {"features": self.features, "positions": self.positions, "target_hidden": self.target_hidden}
-        rows["likely"] = self.likely
+        rows = {"features": self.features, "positions": self.positions, "likely": self.likely}
         for name, tensor in rows.items():
             if tensor is not None and tensor.shape[0] != num_tokens:
                 raise ValueError(f"sample of session {self.session}: {name} has {tensor.shape[0]} rows, not {num_tokens}")
@@ -61,7 +58,6 @@ class PackedSamples:
     is_emitted: Tensor  # [T] bool, whether the target emitted the token: the others are a prompt's
     is_fused: bool
     goals: Tensor  # [T] int64, what a drafter learns to draft after each row
-    target_hidden: Tensor | None = None  # [T, H_target]
 
     @property
     def starts(self) -> Tensor:  # [S] row at which each sample begins
@@ -70,9 +66,8 @@ class PackedSamples:
 
     def to(self, device: torch.device) -> PackedSamples:
         """Copy to a device, but for what anchors are chosen by."""
-        hidden = self.target_hidden.to(device, non_blocking=True) if self.target_hidden is not None else None
         moved = [t.to(device, non_blocking=True) for t in (self.features, self.token_ids, self.positions, self.segments)]
-        return PackedSamples(moved[0], moved[1], moved[2], moved[3], self.is_emitted, self.is_fused, self.goals, hidden)
+        return PackedSamples(moved[0], moved[1], moved[2], moved[3], self.is_emitted, self.is_fused, self.goals)
 
 
 def pack(samples: list[TrainingSample]) -> PackedSamples:
@@ -85,7 +80,6 @@ def pack(samples: list[TrainingSample]) -> PackedSamples:
         raise ValueError("nothing to pack: give at least one sample")
     if len({sample.is_fused for sample in samples}) > 1:
         raise ValueError("samples with fused and unfused features cannot be packed together")
-    hidden = [sample.target_hidden for sample in samples if sample.target_hidden is not None]
     return PackedSamples(
         features=torch.cat([sample.features for sample in samples]),
         token_ids=torch.cat([sample.token_ids for sample in samples]),
@@ -94,7 +88,6 @@ def pack(samples: list[TrainingSample]) -> PackedSamples:
         is_emitted=torch.cat([torch.arange(sample.num_tokens) >= sample.num_prompt_tokens for sample in samples]),
         is_fused=samples[0].is_fused,
         goals=torch.cat([_goals(sample) for sample in samples]),
-        target_hidden=torch.cat(hidden) if len(hidden) == len(samples) else None,
     )
 
 

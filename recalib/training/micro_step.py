@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from honed.adapt.models.drafter_tensor_names import makes_context
-from honed.recalib.config.training import Loss, Scope, TrainingSettings
+from honed.recalib.config.training import Scope, TrainingSettings
 from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.samples.sample import PackedSamples, TrainingSample, pack
 from honed.recalib.training.blocks import block_goals, block_labels, break_anchors, choose_anchors, eligible_anchors, is_reached
@@ -27,7 +27,7 @@ from honed.recalib.training.objective import Blocks, Objective
 from honed.recalib.training.pace import Pace, run_through
 from honed.recalib.training.precision import compute_dtype, computing
 
-__all__ = ["Loss", "MicroTrainer", "Scope", "StepFigures", "TrainingSettings", "set_scope"]
+__all__ = ["MicroTrainer", "Scope", "StepFigures", "TrainingSettings", "set_scope"]
 
 # Letters: N blocks, K draft positions.
 
@@ -188,8 +188,6 @@ class MicroTrainer:
     def _check_features(self, packed: PackedSamples) -> None:
         if self.settings.scope == "full" and packed.is_fused:
             raise ValueError("scope 'full' trains fc and needs unfused features; capture them, or use 'kv-frozen'")
-        if self.settings.loss == "kl" and packed.target_hidden is None:
-            raise ValueError("loss 'kl' needs target_hidden in every sample; capture it, or use 'ce' or 'hybrid'")
 
     def _choose(
         self,
@@ -213,8 +211,7 @@ class MicroTrainer:
         anchors, labels, goals, has_label, is_kept = (tensor.to(self._device) for tensor in chosen)
         words = self.drafter.to_words(goals)
         weights = self._objective.weights(is_kept, has_label, words)
-        share = 1.0 / len(anchors)
-        return Blocks(packed.to(self._device), anchors, labels, words, is_kept, has_label, weights, share), num_tokens
+        return Blocks(packed.to(self._device), anchors, labels, words, is_kept, weights), num_tokens
 
     def _learn(self, part: Blocks) -> float:
         """Add up the gradients of some blocks; return their loss. Reading it waits for the device."""

@@ -11,7 +11,6 @@ from honed.kernels.training.block_loss import block_loss
 from honed.recalib.config.training import TrainingSettings
 from honed.recalib.drafter.drafter import Drafter
 from honed.recalib.samples.sample import PackedSamples
-from honed.recalib.training import losses
 
 # Letters: T packed rows, N blocks, K draft positions, W words that are drafted, H width.
 
@@ -25,9 +24,7 @@ class Blocks:
     labels: Tensor  # [N, K]
     words: Tensor  # [N, K] of the labels; −1: the drafter can't draft it
     is_kept: Tensor  # [N] whether the drafter should stay like its parent there
-    has_label: Tensor  # [N, K] whether it is learned
     weights: Tensor  # [N, K] each token's part of the whole micro-step's loss
-    share: float  # each block's part of the micro-step
 
     @property
     def previous(self) -> Tensor:  # [N, K]
@@ -42,13 +39,25 @@ class Blocks:
             labels=self.labels[chosen],
             words=self.words[chosen],
             is_kept=self.is_kept[chosen],
-            has_label=self.has_label[chosen],
             weights=self.weights[chosen],
         )
 
 
+def position_weights(num_draft_tokens: int, decay_tokens: float) -> Tensor:  # [K]
+    """w_k = exp(-(k - 1) / decay_tokens), k = 1 … K. A position matters only if all before it were accepted.
+
+    Source: arXiv 2602.06036, section 3 (decay 7 for blocks of 16, 5 for 10, 4 for 7 or 8).
+    """
+    return torch.exp(-torch.arange(num_draft_tokens, dtype=torch.float32) / decay_tokens)
+
+
+def shares(weights: Tensor) -> Tensor:  # of any shape
+    """w / sum of w, so that a sum of share * loss is a weighted mean; 0 where the sum is 0."""
+    return weights / weights.sum().clamp_min(1e-12)
+
+
 class Objective:
-    """The chosen loss on fresh blocks, the distance to the parent on kept ones."""
+    """Cross-entropy on fresh blocks, the distance to the parent on kept ones."""
 
     def __init__(self, drafter: Drafter, parent: Drafter | None, settings: TrainingSettings) -> None:
         self._drafter, self._parent, self._settings = drafter, parent, settings
@@ -60,11 +69,11 @@ class Objective:
         Kept and fresh blocks share by their numbers, a kept block counting `keep_weight` times a fresh one.
         """
         settings = self._settings
-        falling = losses.position_weights(has_label.shape[1], settings.decay_tokens).to(has_label.device) * has_label
+        falling = position_weights(has_label.shape[1], settings.decay_tokens).to(has_label.device) * has_label
         falling *= is_kept[:, None] | (words >= 0)
         weights = torch.empty_like(falling)
         for group, weight in ((is_kept, settings.keep_weight), (~is_kept, 1.0)):
-            weights[group] = weight * group.float().mean() * losses.shares(falling[group], (0, 1))
+            weights[group] = weight * group.float().mean() * shares(falling[group])
         return weights
 
     def __call__(self, hidden: Tensor, blocks: Blocks, context: Tensor) -> Tensor:  # [N, K, H], [T, H] -> []
@@ -79,7 +88,9 @@ class Objective:
             kept = blocks.where(is_kept)
             total = total + (self._distance_to_parent(hidden[is_kept], kept, context) * kept.weights).sum()
         if not is_kept.all():
-            total = total + self._loss(hidden[~is_kept], blocks.where(~is_kept))
+            fresh = blocks.where(~is_kept)
+            surprise = self._per_token(hidden[~is_kept], fresh.previous, labels=fresh.words.clamp(min=0))
+            total = total + (surprise * fresh.weights).sum()
         return total
 
     def _distance_to_parent(self, hidden: Tensor, kept: Blocks, context: Tensor) -> Tensor:  # [N, K]
@@ -91,34 +102,7 @@ class Objective:
             features = context if packed.is_fused else self._parent.fuse(packed.features.float())
             goal = self._parent.draft_hidden(features, packed.positions, packed.token_ids, kept.anchors, packed.segments)
             goal, goal_head = self._parent.scored(goal, kept.previous)
-        return self._per_token(hidden, kept.previous, goal=goal, goal_head=goal_head, kind="kl")
-
-    def _loss(self, hidden: Tensor, blocks: Blocks) -> Tensor:  # []
-        """Compute the chosen loss; `losses` has the formulas.
-
-        KL and its hybrid use the target's own distribution, over the drafter's words, if its last hidden state was captured.
-        The other losses, and the hybrid without it, use the emitted tokens. D-PACE's weights are shares within one block:
-        shares of all blocks are unknown until the last is computed.
-        """
-        name, words = self._settings.loss, blocks.words
-        if name in ("kl", "hybrid") and blocks.packed.target_hidden is not None:
-            offsets = torch.arange(words.shape[1], device=words.device)
-            rows = (blocks.anchors[:, None] + offsets).clamp(max=len(blocks.packed.target_hidden) - 1)
-            goal = blocks.packed.target_hidden[rows].float()  # row i predicts token i + 1
-            goal_head = self._drafter.lm_head if self._drafter.goal_head is None else self._drafter.goal_head
-            distance = self._per_token(hidden, blocks.previous, goal=goal, goal_head=goal_head, kind=name)
-            return (distance * blocks.weights).sum()
-        surprise = self._per_token(hidden, blocks.previous, labels=words.clamp(min=0))
-        if name == "ce":
-            return (surprise * blocks.weights).sum()
-        if name == "hybrid":
-            return (losses.hybrid_on_labels(surprise) * blocks.weights).sum()
-        is_learned = blocks.has_label & (words >= 0)
-        right = torch.exp(-surprise) * is_learned
-        if name == "dpace":
-            weights = losses.shares(losses.dpace_weights(right, blocks.has_label) * is_learned, (1,))
-            return blocks.share * (surprise * weights).sum()
-        return blocks.share * losses.negative_acceptance_length(right).sum()
+        return self._per_token(hidden, kept.previous, goal=goal, goal_head=goal_head)
 
     def _per_token(
         self,
@@ -128,7 +112,6 @@ class Objective:
         labels: Tensor | None = None,  # [N, K]
         goal: Tensor | None = None,  # [N, K, H]
         goal_head: Tensor | None = None,  # [W, H]
-        kind: str = "ce",
     ) -> Tensor:  # [N, K]
         """Apply `block_loss` to every token, with labels as words.
 
@@ -141,6 +124,5 @@ class Objective:
             labels=None if labels is None else labels.flatten(),
             goal=None if goal is None else goal.flatten(0, 1),
             goal_head=goal_head,
-            kind=kind,
         )
         return made.losses.view(hidden.shape[:2])

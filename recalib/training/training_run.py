@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -26,7 +26,6 @@ from honed.recalib.drafter.checkpoint import (
     load_drafter,
     load_target_head,
     read_drafter_config,
-    reads_last_hidden,
     target_head_names,
 )
 from honed.recalib.drafter.drafter import Drafter
@@ -53,8 +52,6 @@ ALLOWED = 1.25
 TRAINING_SHARE = 0.5
 """Part of the time left to the deadline within which a training ends."""
 _WAITING = "waiting for idle engines; try again at a quieter time, or raise trainer.deadline_s and max_seconds"
-_KL_NEEDS = "trainer.loss = 'kl' needs the target's last hidden state"
-_OTHER_LOSS = "set trainer.loss to 'ce' or 'hybrid'"
 _UNFUSED = "start vLLM with HONED_FEATURES=layers in its environment"
 SAVING_SHARE = 0.1
 """Most time that saving the state takes, of the training's."""
@@ -98,7 +95,6 @@ class TrainingRun:
             raise OperationError(f"unknown scope {request.scope!r}: kv-frozen and full are known")
         block_size, width = self._config.block_size, self._config.hidden_size
         self._training = settings.training("full" if request.scope == "full" else "kv-frozen", block_size, width)
-        self._check_kind()
         about = {"request": msgspec.to_builtins(request), "training": asdict(self._training)}
         self._state = TrainingState(state_dir, request.operation_id, about) if state_dir and settings.save_state_s else None
         self._head: TargetHead | None = None
@@ -116,21 +112,12 @@ class TrainingRun:
         """The device that `check_memory` chose last."""
         return self._device
 
-    def _check_kind(self) -> None:
-        """Raise OperationError for settings that drafters of this kind can't be trained with."""
-        if self._training.loss == "kl" and not reads_last_hidden(self._config, self._request.target_path):
-            raise OperationError(
-                f"{_KL_NEEDS}, and this drafter doesn't read it, or the target's logits are capped: {_OTHER_LOSS}"
-            )
-
     def check_features(self) -> None:
         """Raise OperationError if the training can't use the captured features. While nobody knows what they are, it may."""
         if self._feed.features is None or not self._feed.is_fused or self._config.mtp is not None:
             return
         if self._training.scope == "full":
             raise OperationError(f"scope 'full' trains fc and needs unfused features: {_UNFUSED}, or use scope kv-frozen")
-        if self._training.loss == "kl":
-            raise OperationError(f"{_KL_NEEDS}, and the captured features are fused: {_UNFUSED}, or {_OTHER_LOSS}")
 
     def check_memory(self) -> None:
         """Estimate the training's memory, and choose the first device that it fits on.
@@ -198,15 +185,8 @@ class TrainingRun:
         )
 
     def sample(self, stretch: Stretch) -> TrainingSample:
-        """Convert to tensors, with the target's distribution if the loss needs it and it was captured."""
-        # An MTP head's rows are the same in either form.
-        sample = stretch.to_training_sample(self._feed.is_fused and self._config.mtp is None)
-        if self._training.loss not in ("kl", "hybrid"):
-            return sample
-        if sample.is_fused:
-            return sample
-        assert self._head is not None
-        return replace(sample, target_hidden=self._head.last_hidden(sample.features, self._config))
+        """Convert to tensors. An MTP head's rows are the same in either form."""
+        return stretch.to_training_sample(self._feed.is_fused and self._config.mtp is None)
 
     def pace(self) -> Pace:
         """Make the pace of units on the training's device. On a CPU units are whole, and the trainer yields within them.

@@ -11,7 +11,7 @@ from honed.kernels.training import block_loss as op
 from honed.kernels.training import block_loss_goal, block_loss_labels, reference
 
 DEVICE = os.environ.get("HONED_TEST_DEVICE", "cpu")
-KINDS = ["ce", "kl", "hybrid"]
+KINDS = ["ce", "kl"]
 SHAPES = [(1, 1, 1), (7, 5, 20), (3, 33, 130), (5, 16, 257), (18, 8, 64)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Of the gradient, relative to its largest entry: the kernels round their weights, the twin doesn't."""
@@ -42,13 +42,13 @@ def by_kernel(given: dict[str, torch.Tensor], kind: str, with_gradient: bool = T
     hidden, head = given["hidden"], given["head"]
     if kind == "ce":
         return block_loss_labels.fold_labels(hidden, head, given["labels"], with_gradient, is_triton=True)
-    return block_loss_goal.fold_goal(hidden, head, given["goal"], head, kind, with_gradient, is_triton=True)
+    return block_loss_goal.fold_goal(hidden, head, given["goal"], head, with_gradient, is_triton=True)
 
 
 def by_twin(given: dict[str, torch.Tensor], kind: str) -> Three:
     hidden = given["hidden"].detach().float().requires_grad_()
     target = {"labels": given["labels"]} if kind == "ce" else {"goal": given["goal"]}
-    losses, top = reference.block_loss(hidden, given["head"], kind=kind, **target)  # type: ignore[arg-type]
+    losses, top = reference.block_loss(hidden, given["head"], **target)
     (gradient,) = torch.autograd.grad(losses.sum(), hidden)
     return losses.detach(), top, gradient
 
@@ -112,15 +112,13 @@ def test_of_equal_scores_the_first_is_on_top() -> None:
 def test_equal_distributions_have_no_distance_and_no_gradient() -> None:
     given = inputs(4, 6, 130)
     given["goal"] = given["hidden"]
-    for kind in ("kl", "hybrid"):
-        losses, _, gradient = by_kernel(given, kind)
-        assert losses.abs().max() < 1e-5
-        assert gradient.abs().max() < 1e-5
+    losses, _, gradient = by_kernel(given, "kl")
+    assert losses.abs().max() < 1e-5
+    assert gradient.abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["kl", "hybrid"])
-def test_sharp_distributions_apart(kind: str) -> None:
-    check(inputs(7, 16, 150, sharpness=8.0), kind)
+def test_sharp_distributions_apart() -> None:
+    check(inputs(7, 16, 150, sharpness=8.0), "kl")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,7 +142,7 @@ def test_on_a_gpu_the_public_function_is_the_kernel(dtype: torch.dtype, kind: st
     given = inputs(7, 16, 150, dtype)
     hidden = given["hidden"].requires_grad_()
     target = {"labels": given["labels"]} if kind == "ce" else {"goal": given["goal"]}
-    made = op.block_loss(hidden, given["head"], kind=kind, **target)
+    made = op.block_loss(hidden, given["head"], **target)
     (gradient,) = torch.autograd.grad(made.losses.sum(), hidden)
     wanted = by_kernel({**given, "hidden": hidden.detach()}, kind)
     torch.testing.assert_close(made.losses, wanted[0])

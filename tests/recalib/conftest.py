@@ -78,7 +78,6 @@ def make_sample() -> MakeSample:
             break_positions=break_positions,
             num_prompt_tokens=num_prompt_tokens,
             is_fused=is_fused,
-            target_hidden=torch.randn(num_tokens, 16, generator=generator),
         )
 
     return make

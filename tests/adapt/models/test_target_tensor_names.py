@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from honed.adapt.models.target_tensor_names import adds_one, head_names, text_config
+from honed.adapt.models.target_tensor_names import head_names, text_config
 
 LAYER = "model.layers.0.mlp.up_proj.weight"
 
@@ -57,13 +57,6 @@ def test_where_the_config_says_nothing_the_files_tell_whether_the_head_is_tied(
 def test_what_is_missing_or_quantised_is_named(names: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         head_names({"tie_word_embeddings": False}, names)
-
-
-def test_norms_that_multiply_by_one_plus_their_weight() -> None:
-    assert adds_one({"model_type": "qwen3_next"})
-    assert adds_one({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}})
-    assert adds_one({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}})
-    assert not any(adds_one({"model_type": kind}) for kind in ("qwen3", "llama", "gemma4", "gpt_oss", "qwen3_vl"))
 
 
 def test_the_text_models_part_of_a_config() -> None:

@@ -13,7 +13,7 @@ from honed.kernels.training import block_loss_goal, block_loss_labels, reference
 from honed.kernels.training.block_loss import block_loss
 from tests.kernels.interpreting import needs_gpu, needs_triton, run_cases
 
-KINDS = ["ce", "kl", "hybrid"]
+KINDS = ["ce", "kl"]
 M, H, V = 6, 5, 150
 
 
@@ -42,7 +42,7 @@ def inputs(kind: str, dtype: torch.dtype = torch.float64, m: int = M) -> tuple[t
     generator = torch.Generator().manual_seed(7)
     hidden, head, goal = (torch.randn(n, H, generator=generator, dtype=torch.float64).to(dtype) for n in (m, V, m))
     labels = torch.randint(V, (m,), generator=generator)
-    return hidden.requires_grad_(), head, {"kind": kind} | ({"labels": labels} if kind == "ce" else {"goal": goal})
+    return hidden.requires_grad_(), head, {"labels": labels} if kind == "ce" else {"goal": goal}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -58,9 +58,8 @@ def test_losses_and_gradients_are_those_of_the_full_logits(dtype: torch.dtype, k
     torch.testing.assert_close(*gradients)
 
 
-@pytest.mark.parametrize("kind", ["ce", "kl"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_by_finite_differences(kind: str) -> None:
-    # Not "hybrid": no gradient flows through its λ, which finite differences would see.
     hidden, head, rest = inputs(kind)
     assert torch.autograd.gradcheck(lambda x: block_loss(x, head, **rest).losses, hidden)
 
@@ -85,8 +84,8 @@ def test_favourite_tokens_of_many_dimensions() -> None:
 def test_the_goal_may_have_a_head_of_its_own() -> None:
     hidden, head, _ = inputs("kl")
     goal, goal_head = torch.randn(M, 9, dtype=torch.float64), torch.randn(V, 9, dtype=torch.float64)
-    made = block_loss(hidden, head, goal=goal, goal_head=goal_head, kind="kl")
-    wanted = reference.block_loss(hidden, head, goal=goal, goal_head=goal_head, kind="kl")
+    made = block_loss(hidden, head, goal=goal, goal_head=goal_head)
+    wanted = reference.block_loss(hidden, head, goal=goal, goal_head=goal_head)
     torch.testing.assert_close(made.losses, wanted[0])
 
 
@@ -135,7 +134,7 @@ def test_registration(kind: str, with_gradient: bool) -> None:
     if kind == "ce":
         torch.library.opcheck(op.label_loss, (hidden, head, rest["labels"], with_gradient))
     else:
-        torch.library.opcheck(op.goal_loss, (hidden, head, rest["goal"], head, kind, with_gradient))
+        torch.library.opcheck(op.goal_loss, (hidden, head, rest["goal"], head, with_gradient))
 
 
 class Largest(TorchDispatchMode):
@@ -161,8 +160,8 @@ def test_nothing_of_the_logits_size_is_made(kind: str) -> None:
         if kind == "ce":
             block_loss_labels.fold_labels(hidden, head, rest["labels"], True, is_triton=False)
         else:
-            block_loss_goal.fold_goal(hidden, head, rest["goal"], head, kind, True, is_triton=False)
-    # Cross-entropy: ROWS · TILE. The others: two buffers of the rows that BUFFER_BYTES hold. The head itself has V · H.
+            block_loss_goal.fold_goal(hidden, head, rest["goal"], head, True, is_triton=False)
+    # Labels: ROWS · TILE. A goal: two buffers of the rows that BUFFER_BYTES hold. The head itself has V · H.
     assert largest.numel <= max(V * H, 2 * 3 * V)
     assert largest.numel < 60 * V / 5
 
@@ -176,26 +175,24 @@ def test_labels_outside_the_vocabulary_are_refused(label: int) -> None:
 
 def test_mistakes_are_named() -> None:
     hidden, head, rest = inputs("ce")
-    with pytest.raises(ValueError, match="no kind 'reverse'"):
-        block_loss(hidden, head, kind="reverse")
+    with pytest.raises(ValueError, match="either labels or a goal"):
+        block_loss(hidden, head, goal=hidden, **rest)
     with pytest.raises(ValueError, match=r"must be \[M, H\] and \[V, H\]"):
         block_loss(hidden, head[:, 1:], **rest)
-    with pytest.raises(ValueError, match=r"needs labels \[6\]"):
+    with pytest.raises(ValueError, match="either labels or a goal"):
         block_loss(hidden, head)
-    with pytest.raises(ValueError, match=r"'kl' needs goal \[6, H'\]"):
-        block_loss(hidden, head, goal=hidden[1:], kind="kl")
+    with pytest.raises(ValueError, match=r"needs labels \[6\]"):
+        block_loss(hidden, head, labels=rest["labels"][1:])
+    with pytest.raises(ValueError, match=r"needs a goal \[6, H'\]"):
+        block_loss(hidden, head, goal=hidden[1:])
     with pytest.raises(ValueError, match="the goal's head is"):
-        block_loss(hidden, head, goal=torch.zeros(M, 9, dtype=torch.float64), kind="kl")
+        block_loss(hidden, head, goal=torch.zeros(M, 9, dtype=torch.float64))
     with pytest.raises(ValueError, match="no gradient for the head"):
         block_loss(hidden, head.clone().requires_grad_(), **rest)
 
 
-def test_the_twins_formulas() -> None:
+def test_the_twin_s_formula() -> None:
     generator = torch.Generator().manual_seed(3)
     z, t = (torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(2))
     q, p = z.softmax(-1), t.softmax(-1)
     torch.testing.assert_close(reference.forward_kl(z, t), (p * (p / q).log()).sum(-1))
-    total_variation = 0.5 * (p - q).abs().sum(-1)
-    share = torch.exp(-3 * (1 - total_variation))
-    mixed = share * reference.forward_kl(z, t) + (1 - share) * total_variation
-    torch.testing.assert_close(reference.kl_tv_hybrid(z, t), mixed)

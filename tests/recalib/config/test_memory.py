@@ -78,15 +78,13 @@ def make_drafter(config: DrafterConfig) -> Drafter:
     return drafter
 
 
-def measured_bytes(
-    settings: TrainingSettings, is_fused: bool, has_goal: bool, is_kept: bool, config: DrafterConfig = CONFIG
-) -> int:
+def measured_bytes(settings: TrainingSettings, is_fused: bool, is_kept: bool, config: DrafterConfig = CONFIG) -> int:
     """`bytes_of` a drafter of this shape and its parent, whose head is the embedding."""
     drafter, parent = make_drafter(config), make_drafter(config)
     parent.embed_tokens = parent.lm_head = drafter.lm_head = drafter.embed_tokens
     if config == WITH_EXPERTS:
         parent.take_experts(*(buffer for name, buffer in drafter.named_buffers() if ".mlp." in name))
-    return bytes_of(drafter, parent, settings, is_fused, has_goal, is_kept)
+    return bytes_of(drafter, parent, settings, is_fused, is_kept)
 
 
 def bytes_of(
@@ -94,7 +92,6 @@ def bytes_of(
     parent: Drafter,
     settings: TrainingSettings,
     is_fused: bool,
-    has_goal: bool,
     is_kept: bool,
     beside: Sequence[torch.Tensor] = (),
 ) -> int:
@@ -112,7 +109,6 @@ def bytes_of(
         session="s",
         workload="w",
         is_fused=is_fused,
-        target_hidden=torch.randn(ROWS, CONFIG.hidden_size, generator=generator) if has_goal else None,
     )
     trainer = MicroTrainer(drafter, settings, parent)
     trainer.step([sample], kept=[is_kept])
@@ -138,8 +134,6 @@ def bytes_of(
         {"gradient_checkpointing": True},
         {"scope": "full"},
         {"scope": "full", "gradient_checkpointing": True},
-        {"loss": "acceptance"},
-        {"loss": "hybrid"},
         {"anchors_per_micro_step": 8},
     ],
     ids=str,
@@ -148,7 +142,7 @@ def test_the_estimate_is_not_too_low_and_not_idle_talk(change: dict[str, object]
     settings = replace(SETTINGS, **change)  # type: ignore[arg-type]
     is_fused = settings.scope != "full"
     needed = estimate(CONFIG, settings, ROWS, is_fused=is_fused, is_head_tied=True).total_bytes
-    measured = measured_bytes(settings, is_fused, False, is_kept)
+    measured = measured_bytes(settings, is_fused, is_kept)
     assert measured <= needed
     assert needed < 1.8 * measured
 
@@ -156,7 +150,7 @@ def test_the_estimate_is_not_too_low_and_not_idle_talk(change: dict[str, object]
 @pytest.mark.parametrize(("is_kept", "most"), [(False, 2.2), (True, 1.8)], ids=["fresh", "kept"])
 @pytest.mark.parametrize(
     "change",
-    [{}, {"gradient_checkpointing": True}, {"scope": "full"}, {"anchors_per_micro_step": 8}, {"loss": "acceptance"}],
+    [{}, {"gradient_checkpointing": True}, {"scope": "full"}, {"anchors_per_micro_step": 8}],
     ids=str,
 )
 @pytest.mark.parametrize("config", [EAGLE3, MTP, WITH_EXPERTS, MIMO], ids=["eagle3", "mtp", "mtp, experts", "mtp, mimo"])
@@ -167,23 +161,15 @@ def test_the_estimate_of_a_drafter_that_drafts_one_by_one(
     settings = replace(SETTINGS, **change)  # type: ignore[arg-type]
     is_fused = settings.scope != "full"
     needed = estimate(config, settings, ROWS, is_fused=is_fused, is_head_tied=True).total_bytes
-    assert measured_bytes(settings, is_fused, False, is_kept, config) <= needed
-    assert needed < most * measured_bytes(settings, is_fused, False, is_kept, config)
+    assert measured_bytes(settings, is_fused, is_kept, config) <= needed
+    assert needed < most * measured_bytes(settings, is_fused, is_kept, config)
 
 
 @pytest.mark.parametrize("is_kept", [False, True], ids=["fresh", "kept"])
 @pytest.mark.parametrize("config", [DFLASH2, DSPARK], ids=["dflash2", "dspark"])
 def test_the_estimate_of_a_drafter_that_scores_pairs(config: DrafterConfig, is_kept: bool) -> None:
     needed = estimate(config, SETTINGS, ROWS, is_head_tied=True).total_bytes
-    measured = measured_bytes(SETTINGS, True, False, is_kept, config)
-    assert measured <= needed < 1.8 * measured
-
-
-@pytest.mark.parametrize("loss", ["kl", "hybrid"])
-def test_a_distribution_as_goal_is_counted(loss: str) -> None:
-    settings = replace(SETTINGS, loss=loss)  # type: ignore[arg-type]
-    needed = estimate(CONFIG, settings, ROWS, is_head_tied=True).total_bytes
-    measured = measured_bytes(settings, True, True, False)
+    measured = measured_bytes(SETTINGS, True, is_kept, config)
     assert measured <= needed < 1.8 * measured
 
 
@@ -230,7 +216,7 @@ def test_embeddings_and_heads_are_counted_as_they_are_held(tmp_path: Path, own: 
     shared = [head.embed_tokens, head.lm_head]
     held = {t.data_ptr(): t.nbytes for t in (*shared, *(t for d in (drafter, parent) for t in (d.embed_tokens, d.lm_head)))}
     assert needed.parts["target"] == sum(held.values())
-    measured = bytes_of(drafter, parent, SETTINGS, True, False, True, shared)
+    measured = bytes_of(drafter, parent, SETTINGS, True, True, shared)
     assert measured <= needed.total_bytes < 1.8 * measured
 
 

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -186,7 +185,6 @@ def test_a_copy_of_the_targets_embedding_is_held_once(drafter_dir: Path, target_
     drafter = load_drafter(drafter_dir, target_dir, head)
     assert drafter.embed_tokens is head.embed_tokens
     assert drafter.lm_head is head.lm_head
-    assert drafter.goal_head is None
     written = load_file(save_drafter(drafter, tmp_path / "copy", drafter_dir))
     assert torch.equal(written["embed_tokens.weight"], head.embed_tokens)
 
@@ -219,17 +217,6 @@ def test_drafters_that_are_compared_share_one_head(drafter_dir: Path, target_dir
     assert one.lm_head is one.embed_tokens
 
 
-def test_the_target_s_last_hidden_state_is_found_in_its_layers(drafter_dir: Path, target_dir: Path) -> None:
-    """Layer 2 of 3 is the last: what the head is given is its output after the final norm."""
-    head, config = load_target_head(target_dir), read_drafter_config(drafter_dir)
-    layers = torch.randn(5, 2 * 16)
-    hidden = head.last_hidden(layers, replace(config, target_layer_ids=(0, 2)))
-    assert hidden is not None
-    expected = layers[:, 16:] / layers[:, 16:].square().mean(-1, keepdim=True).add(head.rms_norm_eps).sqrt()
-    torch.testing.assert_close(hidden, expected * head.final_norm)
-    assert head.last_hidden(layers, replace(config, target_layer_ids=(0, 1))) is None
-
-
 def reduce(drafter_dir: Path, words: list[int]) -> dict[str, torch.Tensor]:
     """Give a checkpoint a reduced vocabulary; returns its new tensors."""
     tensors = load_file(drafter_dir / "model.safetensors")
@@ -248,9 +235,6 @@ def test_a_reduced_vocabulary_comes_back_as_it_was(drafter_dir: Path, target_dir
     assert drafter.words is not None
     assert drafter.words.tolist() == words
     assert torch.equal(drafter.lm_head, own["lm_head.weight"])
-    head = load_target_head(target_dir)
-    assert drafter.goal_head is not None, "layer 2 of 3 is read: the target's own distribution is known"
-    assert torch.equal(drafter.goal_head, head.lm_head[words])
     saved = load_file(save_drafter(drafter, tmp_path / "version", drafter_dir))
     for name, tensor in own.items():
         assert torch.equal(saved[name], tensor), name
@@ -291,13 +275,6 @@ def test_a_target_inside_another_model_is_read(prefix: str, target_dir: Path) ->
     head = load_target_head(target_dir)
     assert torch.equal(head.embed_tokens, expected.embed_tokens)
     assert head.lm_head is head.embed_tokens
-    assert torch.equal(head.final_norm, 1.0 + expected.final_norm), "this family's norms multiply by 1 + w"
-
-
-def test_capped_logits_are_not_computed_from_a_hidden_state(drafter_dir: Path, target_dir: Path) -> None:
-    edit_config(target_dir, final_logit_softcapping=30.0)
-    config = replace(read_drafter_config(drafter_dir), target_layer_ids=(0, 2))
-    assert load_target_head(target_dir).last_hidden(torch.randn(5, 2 * 16), config) is None
 
 
 def test_a_block_has_as_many_tokens_as_the_engine_drafts(drafter_dir: Path) -> None:

@@ -21,7 +21,6 @@ from honed.recalib.drafter.drafter import Vocabulary
 from honed.recalib.drafter.layers import rotary_tables, rotate
 from honed.recalib.drafter.mtp import MtpDrafter
 from honed.recalib.registry.registry import Registry, RegistryError
-from honed.recalib.samples.sample import TrainingSample
 from honed.recalib.training.micro_step import MicroTrainer, TrainingSettings
 from tests.recalib.drafter.rounds import check_blocks, make_mtp_sample, mtp_block
 
@@ -96,16 +95,14 @@ def test_a_block_is_a_server_s_round(has_gate: bool) -> None:
     check_blocks(drafter, samples, mtp_block(whole, drafter.lm_head, 3))
 
 
-@pytest.mark.parametrize("loss", ["ce", "kl"])
-def test_training_learns_and_leaves_what_cached_rows_depend_on(loss: Any) -> None:
+def test_training_learns_and_leaves_what_cached_rows_depend_on() -> None:
     drafter = make_drafter()
     before = {name: p.detach().clone() for name, p in drafter.named_parameters()}
     sample = make_mtp_sample(80)
     sample.token_ids.copy_(torch.arange(80) % 7)
-    sample = TrainingSample(**{**vars(sample), "target_hidden": sample.features})
-    trainer = MicroTrainer(drafter, TrainingSettings(loss=loss, learning_rate=1e-2, warmup_updates=1, micro_steps_per_update=1))
+    trainer = MicroTrainer(drafter, TrainingSettings(learning_rate=1e-2, warmup_updates=1, micro_steps_per_update=1))
     figures = [trainer.step([sample]) for _ in range(40)]
-    assert figures[-1].loss < (0.3 if loss == "ce" else 0.9) * figures[0].loss
+    assert figures[-1].loss < 0.3 * figures[0].loss
     changed = {name for name, p in drafter.named_parameters() if not torch.equal(p, before[name])}
     assert changed == {name for name in before if not makes_context(name, "mtp")}
     assert "fc.weight" not in changed
