@@ -69,12 +69,13 @@ class _WorkerSide:
         if settings["ring_path"] and worker.rank == 0:
             path, ring_bytes, kind = Path(settings["ring_path"]), settings["ring_bytes"], settings["feature_kind"]
             norm = getattr(model.model, "hidden_norm", None)
+            are_drafts_drawn = worker.vllm_config.speculative_config.draft_sample_method == "probabilistic"
             self.capturer = Capturer(
                 lambda size, dtype: RingWriter(path, ring_bytes, size, dtype, kind, _ring_mode(path), self._target()),
                 None if norm is None else lambda: (norm.weight.data, norm.variance_epsilon),
                 kind,
                 bytes.fromhex(settings["secret"]),
-                self.runner.top_tokens,
+                None if are_drafts_drawn else self.runner.top_tokens,
             )
             self.runner.looks_first = norm is None or kind == "layers"
             most_rows = worker.vllm_config.scheduler_config.max_num_batched_tokens

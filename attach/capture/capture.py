@@ -57,7 +57,8 @@ class Capturer:
         norm: () -> (weight [H], eps) of a DFlash drafter's `hidden_norm`; None for a drafter whose fused rows aren't normed.
         feature_kind: "fused" or "layers".
         secret: key of this boot's request keys; request ids themselves never reach the ring.
-        top_tokens: asked for those of steps in which a sampled answer is captured.
+        top_tokens: asked for those of steps in which a sampled answer is captured. None: the emitted ones are to be learned,
+            since the drafter's tokens are drawn at random, too.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Capturer:
         norm: Callable[[], tuple[torch.Tensor, float]] | None,
         feature_kind: str,
         secret: bytes,
-        top_tokens: TopTokens,
+        top_tokens: TopTokens | None,
     ) -> None:
         self._norm, self._top_tokens = norm, top_tokens
         self._kind = feature_kind
@@ -149,8 +150,9 @@ class Capturer:
         if self.share > 0.0 and self.is_ready:
             for new in scheduler_output.scheduled_new_reqs:
                 self._consider(new)
-        known, scheduled = self._requests, scheduler_output.num_scheduled_tokens
-        self._top_tokens.begin(any(known[name].is_sampled for name in scheduled if name in known) if known else False)
+        if self._top_tokens is not None:
+            scheduled = scheduler_output.num_scheduled_tokens
+            self._top_tokens.begin(any(one.has_likely and name in scheduled for name, one in self._requests.items()))
         self._commit()
 
     def _consider(self, new: Any) -> None:
@@ -177,7 +179,7 @@ class Capturer:
             workload=labels.workload,  # the engine has bounded their number
             prompt_tokens=len(new.prompt_token_ids),
             stop_ids=_stop_ids(params),
-            is_sampled=getattr(params, "temperature", 0.0) > 0.0 and not is_steered(params),
+            has_likely=self._top_tokens is not None and getattr(params, "temperature", 0.0) > 0.0 and not is_steered(params),
         )
 
     def on_step(self, view: StepView) -> None:

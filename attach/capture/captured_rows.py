@@ -36,8 +36,8 @@ class CapturedRequest:
     prompt_tokens: int
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end the answer."""
-    is_sampled: bool = False
-    """Whether its tokens are drawn at random from the target's own distribution."""
+    has_likely: bool = False
+    """Whether the target's most likely tokens are captured: its own are drawn at random from the target's own distribution."""
     next_position: int = 0
     """Used by the writer only, as what follows."""
     is_over: bool = False
@@ -224,7 +224,7 @@ class RowWriter:
                 flags = FLAG_REJECTED if is_rejected and run.stop == end else 0
                 try:
                     given = request, rows.drafter_version, token_ids[run], positions[run], features[run]
-                    self._write_request(*given, flags, None if likely is None or not request.is_sampled else likely[run])
+                    self._write_request(*given, flags, None if likely is None or not request.has_likely else likely[run])
                 except (ValueError, OSError) as error:
                     self.skip(run.stop - run.start)
                     refused = error

@@ -375,7 +375,8 @@ CAPTURE: tuple[Clause, ...] = (
     ),
     Attributes(_PROPOSER, "DFlashProposer", ("_dflash_hidden_states",)),
     Attributes("v1/attention/backend.py", "CommonAttentionMetadata", ("query_start_loc", "query_start_loc_cpu")),
-    # The target's most likely tokens, before its sampler changes the logits (top_tokens.py).
+    # The target's most likely tokens, before its sampler changes the logits (top_tokens.py), unless drafts are drawn at random.
+    Attributes("config/speculative.py", "SpeculativeConfig", ("draft_sample_method",)),
     Method(_V1, "GPUModelRunner", "_sample", first=("logits", "spec_decode_metadata"), calls=("sampler", "rejection_sampler")),
     Method(_V1, "GPUModelRunner", "sample_tokens", calls=("_sample", "propose_draft_token_ids")),
     Attributes("v1/spec_decode/metadata.py", "SpecDecodeMetadata", ("logits_indices",)),

@@ -152,6 +152,17 @@ def test_the_target_s_most_likely_tokens_are_captured_where_it_samples(
     assert found == ([[-1, 8], None, [1, 4]] if is_sampled else [None] * 3)
 
 
+def test_where_drafts_are_drawn_at_random_the_emitted_tokens_are_to_be_learned(ring: Recorder) -> None:
+    norm = lambda: (torch.ones(H), 1e-6)  # noqa: E731
+    capturer = Capturer(lambda size, dtype: ring, norm, "fused", b"key", None)  # type: ignore[arg-type, return-value]
+    capturer.set_share(1.0, "v1")
+    output = schedule({"x": [5, 6]})
+    output.scheduled_new_reqs[0].sampling_params = SamplingParams(temperature=0.7)
+    capturer.on_schedule(output)
+    capturer.on_step(replace(view({"x": [(0, 5), (1, 6)]}), top_tokens=torch.tensor([-1, 8], dtype=torch.int32)))
+    assert [r["likely"] for r in ring.rows] == [None]
+
+
 def test_a_hole_is_marked(capturer: Capturer, ring: Recorder) -> None:
     capturer.on_schedule(schedule({"x": [5, 6, 7, 8]}))
     capturer.on_step(view({"x": [(2, 7), (3, 8)]}))  # a prefix-cache hit: rows 0 and 1 were never computed
