@@ -355,9 +355,25 @@ def vllm_args(
             max_num_seqs=max_num_seqs,
             tree_slots=tree_slots,
         )
+        if model and drafter:
+            _check_pair(model, drafter)
     except ValueError as error:
         fail(str(error), exit_code=EXIT_USAGE)
     typer.echo(made.render("json" if as_json or format == "json" else "systemd" if format == "systemd" else "shell"))
+
+
+def _check_pair(model: str, drafter: str) -> None:
+    """Raise ValueError for a drafter that was trained for another target, as far as their config.json can be read and tell."""
+    from honed.daemon.doctor.vllm import check_pair
+    from honed.daemon.install.drafter_config import read
+
+    try:
+        target, raw = read(model), read(drafter)
+    except ValueError:
+        return
+    for check in check_pair(target, raw, "", repr(drafter)):
+        if check.level == "error":
+            raise ValueError(f"{check.text}: {check.cure}")
 
 
 def _lengths(text: str) -> list[int]:

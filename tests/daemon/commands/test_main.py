@@ -523,6 +523,24 @@ def test_export_without_a_database_ends_with_1(run: Run, tmp_path: Path) -> None
     assert "no database" in result.stderr
 
 
+def test_vllm_args_refuse_a_drafter_of_another_target(run: Run, tmp_path: Path) -> None:
+    target, drafter = tmp_path / "target", tmp_path / "Qwen3-8B-DFlash-b16"
+    for folder, raw in (
+        (target, {"hidden_size": 2880, "vocab_size": 201088, "num_hidden_layers": 24}),
+        (drafter, {"hidden_size": 4096, "vocab_size": 151936, "num_target_layers": 36, "block_size": 16}),
+    ):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(raw))
+    refused = run("vllm-args", "--model", str(target), "--drafter", str(drafter))
+    assert refused.exit_code == 2
+    assert "was trained for another target: layers of its target 36, the target has 24; vocabulary" in refused.stderr
+    assert "Serve the drafter that was trained for this target" in refused.stderr
+    (target / "config.json").write_text(json.dumps({"hidden_size": 4096, "vocab_size": 151936, "num_hidden_layers": 36}))
+    assert run("vllm-args", "--model", str(target), "--drafter", str(drafter)).exit_code == 0
+    (target / "config.json").unlink()
+    assert run("vllm-args", "--model", str(target), "--drafter", str(drafter)).exit_code == 0, "nobody knows"
+
+
 def test_vllm_args_name_this_daemons_folder(run: Run, paths: dict[str, Path]) -> None:
     document = answer(run("vllm-args", "--json", "--drafter", "d", "--draft-tokens", "7"))
     assert document["environment"]["HONED_RUNTIME_DIR"] == str(paths["runtime_dir"])
