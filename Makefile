@@ -67,7 +67,7 @@ WITH_ENGINES := tests/e2e tests/integration
 test: setup
 	@echo "== tests (the real engine included: half an hour on two cores)"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(WITH_ENGINES:%=--ignore=%)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(if $(filter cpu,$(ENGINE)),2,1) --dist loadgroup --no-loadscope-reorder $(WITH_ENGINES)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(if $(filter cpu,$(ENGINE)),2,1) --dist loadfile --no-loadscope-reorder $(WITH_ENGINES)
 	@OMP_NUM_THREADS=1 HONED_TEST_RUNNER=v1-async $(BIN)/python -m pytest tests/e2e/test_delivered.py
 
 test-share: setup

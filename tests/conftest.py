@@ -1,4 +1,4 @@
-"""Keeps hypothesis from measuring time: on a busy machine an example may take long. Groups tests that share an engine.
+"""Keeps hypothesis from measuring time: on a busy machine an example may take long.
 
 Reports name the faults that their tests are about, see faults.py. Proofs run when HONED_TEST_PROOFS is set.
 """
@@ -15,10 +15,7 @@ settings.load_profile("honed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup`, one process runs a file's tests, which share an engine; those of test_runners share none."""
     for item in items:
-        name = item.path.name
-        item.add_marker(pytest.mark.xdist_group(item.name if name == "test_runners.py" else name))
         if item.get_closest_marker("proof") and not os.environ.get("HONED_TEST_PROOFS"):
             item.add_marker(pytest.mark.skip(reason="half a minute of statistics: make test-proofs"))
         item.user_properties += [("fault", mark.args[0]) for mark in item.iter_markers("fault")]

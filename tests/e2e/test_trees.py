@@ -28,7 +28,6 @@ from tests.e2e.turns import check_turns, take_turns
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(IS_V2, reason="V2 has tests of its own"),
-    pytest.mark.xdist_group("trees"),
 ]
 SLOTS, MAX_TOKENS = 31, 40
 PROMPTS = held_out(8, 300)

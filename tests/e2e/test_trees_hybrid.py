@@ -26,7 +26,6 @@ from tests.zoo.pairs import PAIRS, make
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.xdist_group("trees of hybrids"),
 ]
 SLOTS = 15
 BLOCK = 768

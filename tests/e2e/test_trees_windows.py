@@ -18,7 +18,6 @@ from tests.e2e.test_sampling_unchanged import mend_vllm_cpu
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.xdist_group("trees windows"),
 ]
 SLOTS, WINDOW = 15, 40
 NUM_LAYERS = 6
