@@ -147,7 +147,7 @@ structure: setup
 typecheck: setup
 	@echo "== mypy --strict"
 	@$(BIN)/mypy -p honed
-	@$(BIN)/mypy tests
+	@$(BIN)/mypy tests benchmarks
 
 docs: setup
 	@echo "== the documentation site: build/site/index.html"

@@ -48,7 +48,7 @@ def attention_work(b: int, length: int, rows: int, device: torch.device) -> Work
     starts = torch.arange(0, b * rows + 1, rows, device=device, dtype=torch.int32)
     attends = ancestors_of(rows).to(device)
     words = pack_bits(F.pad(attends, (0, -rows % 32))).expand(b, -1, -1).contiguous()
-    prefix = PagedPrefix(*caches, table, lengths)
+    prefix = PagedPrefix(*caches, block_table=table, lengths=lengths)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
     # The alternatives get the op's inputs gathered: K/V of a request one after the other, [B, H_kv, L + I, E].
     dense = []

@@ -81,10 +81,10 @@ def attention_work(n: int, b: int, q: int, g: int, d: int, t: int, device: torch
     visible = Visible(begins, anchors)  # made once, since a step's layers share it; likewise the alternatives' mask
 
     def ours() -> object:
-        return torch.autograd.grad(anchor_attention(*tensors, visible), tensors, weights)
+        return torch.autograd.grad(anchor_attention(*tensors, visible=visible), tensors, weights)
 
     def naive() -> torch.Tensor:
-        return reference.anchor_attention(*tensors, begins, anchors, d**-0.5)
+        return reference.anchor_attention(*tensors, begins=begins, ends=anchors, scale=d**-0.5)
 
     rows = torch.arange(t + n * b, device=device)
     block = torch.arange(n * b, device=device)[:, None] // b

@@ -99,7 +99,7 @@ def measured(folder: Path, steps: Sequence[int], *, is_short: bool) -> tuple[lis
 
         def row(number: int) -> Document:
             site.settings = replace(site.settings, max_steps=number)
-            told = site.recalibrate("b", "kv-frozen", site.settings.loss)
+            told = site.recalibrate("b", "kv-frozen")
             if not told["refused"]:
                 told |= {w: compare(before[w], engine.measure(held[w])) for w in "ab"}
             print(json.dumps(told), file=sys.stderr, flush=True)

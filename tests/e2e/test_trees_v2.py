@@ -117,7 +117,7 @@ def test_greedy_tokens_and_events(trees: TestEngine, references: dict[str, Any])
 
 def test_the_target_s_most_likely_tokens_are_captured_from_the_rows_of_trees(trees: TestEngine) -> None:
     set_policy(trees, static_k=SLOTS, max_k=SLOTS)
-    assert check_likely(trees, PROMPTS, GREEDY["max_tokens"]) > 2
+    assert check_likely(trees, PROMPTS[: 1 if IS_SLOW else 4], GREEDY["max_tokens"]) > 0
 
 
 def test_steps_with_chains_and_with_trees_take_turns(
