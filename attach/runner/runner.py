@@ -170,7 +170,10 @@ class RunnerV1(Runner):
         metadata = kwargs["common_attn_metadata"]
         starts = metadata.query_start_loc_cpu.numpy().astype(np.int64)
         aux: torch.Tensor = kwargs["target_hidden_states"]
-        rows = self._logits_rows if self._logits_rows is not None else metadata.query_start_loc[1:] - 1
+        tops = None
+        if self.top_tokens.is_wanted:
+            rows = self._logits_rows if self._logits_rows is not None else metadata.query_start_loc[1:] - 1
+            tops = self.top_tokens.take(rows, len(kwargs["target_token_ids"]))
         return StepView(
             req_ids=self._runner.input_batch.req_ids[: len(starts) - 1],
             row_starts=starts,
@@ -180,7 +183,7 @@ class RunnerV1(Runner):
             aux=aux,
             fuse=self.fuse,
             num_rejected=kwargs["num_rejected_tokens_gpu"],
-            top_tokens=self.top_tokens.take(rows, len(kwargs["target_token_ids"])),
+            top_tokens=tops,
         )
 
 

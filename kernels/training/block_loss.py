@@ -1,8 +1,8 @@
 """Linear + loss over the vocabulary, one value a row, without the logits: forward and backward in one pass over the head.
 
-Computes: reference.block_loss. Rows are returned unreduced, so position weights and D-PACE weights stay ordinary autograd on
-[N, K] numbers. The head is frozen (it is the target's), so a row's gradient is its own times the row's weight, whatever that
-is. So g = dℓ/dh [M, H] is made in the forward pass, and the backward pass is a product.
+Computes: reference.block_loss. Rows are returned unreduced, so position weights stay ordinary autograd on [N, K] numbers.
+The head is frozen (it is the target's), so a row's gradient is its own times the row's weight, whatever that is. So g = dℓ/dh
+[M, H] is made in the forward pass, and the backward pass is a product.
 Moves: the head and the hidden states once for the logits and once for the gradient. Floor: the matmuls, 4·M·V·H FLOPs for
 labels (logits, gradient) and 6·M·V·H for goals (the goal's logits as well), at the matmul rate. Peak memory is a tile of
 scores, not [M, V]; see `block_loss_labels`, `block_loss_goal`.

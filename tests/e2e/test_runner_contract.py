@@ -174,7 +174,7 @@ def hidden_states(ids: list[int]) -> list[torch.Tensor]:
 
 
 def check_likely(running: TestEngine, prompts: list[str], max_tokens: int, temperature: float = 1.0) -> int:
-    """What is captured as the target's most likely token after each emitted one is so; return how many others were emitted."""
+    """Check each captured token against the target's logits; return how many emitted tokens weren't the most likely ones."""
     from transformers import AutoModelForCausalLM
 
     from honed.recalib.samples.ring_reader import RingReader
